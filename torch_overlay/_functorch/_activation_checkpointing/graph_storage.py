@@ -1,0 +1,205 @@
+"""Which storages the nodes of an FX graph touch, and how many bytes each has.
+
+Aliases are found from the fake storages in ``meta["val"]`` and from the alias
+annotations of operator schemas, never from a list of view names.
+"""
+
+from __future__ import annotations
+
+import functools
+import operator
+from dataclasses import dataclass
+
+import torch
+import torch.fx as fx
+import torch.utils._pytree as pytree
+from torch.fx.experimental.symbolic_shapes import optimization_hint
+from torch.utils._ordered_set import OrderedSet
+
+
+UNBACKED_SIZE_HINT = 4096
+
+
+@dataclass(frozen=True)
+class GraphStorages:
+    """Storage table of one graph.
+
+    Attributes:
+        size_bytes: bytes of each storage, indexed by storage id.  Symbolic sizes use
+            their hint.
+        of_node: storage ids of a node's value in order; a tuple-producing node lists
+            the storages of all its tensors, a node without tensors lists none.
+        mutated: ids of storages that some node of the graph writes in place.
+        opaque: ids of storages that belong to tensors whose storage cannot be read
+            (sparse tensors, for example).
+    """
+
+    size_bytes: tuple[int, ...]
+    of_node: dict[fx.Node, tuple[int, ...]]
+    mutated: OrderedSet[int]
+    opaque: OrderedSet[int]
+
+
+def tensors_of(value: object) -> list[torch.Tensor]:
+    """All tensors of a node's value, in order."""
+    if isinstance(value, torch.Tensor):
+        return [value]
+    return [v for v in pytree.tree_leaves(value) if isinstance(v, torch.Tensor)]
+
+
+def _hint(size: int | torch.SymInt) -> int:
+    if type(size) is int:
+        return size
+    return int(optimization_hint(size, fallback=UNBACKED_SIZE_HINT))
+
+
+def _tensor_bytes(tensor: torch.Tensor) -> int:
+    return _hint(tensor.numel()) * tensor.dtype.itemsize
+
+
+class _UnionFind:
+    def __init__(self) -> None:
+        self.parent: list[int] = []
+
+    def new(self) -> int:
+        self.parent.append(len(self.parent))
+        return len(self.parent) - 1
+
+    def find(self, i: int) -> int:
+        while self.parent[i] != i:
+            self.parent[i] = self.parent[self.parent[i]]
+            i = self.parent[i]
+        return i
+
+    def union(self, a: int, b: int) -> None:
+        a, b = self.find(a), self.find(b)
+        if a != b:
+            self.parent[max(a, b)] = min(a, b)
+
+
+def _schema_args(node: fx.Node) -> list[tuple[torch.Argument, object]]:
+    if not isinstance(node.target, torch._ops.OpOverload):
+        return []
+    pairs = []
+    for i, argument in enumerate(node.target._schema.arguments):
+        if i < len(node.args):
+            pairs.append((argument, node.args[i]))
+        elif argument.name in node.kwargs:
+            pairs.append((argument, node.kwargs[argument.name]))
+    return pairs
+
+
+def _argument_nodes(value: object) -> list[fx.Node]:
+    return [v for v in pytree.tree_leaves(value) if isinstance(v, fx.Node)]
+
+
+@functools.cache
+def _annotations(target: object) -> tuple[bool, bool]:
+    """Whether an operator's results may alias arguments, and whether it writes any."""
+    if not isinstance(target, torch._ops.OpOverload):
+        return False, False
+    schema = target._schema
+    aliases = any(r.alias_info is not None for r in schema.returns)
+    return aliases, schema.is_mutable
+
+
+def _aliased_arguments(node: fx.Node) -> list[fx.Node]:
+    """Arguments that the schema says a result may alias."""
+    if not _annotations(node.target)[0]:
+        return []
+    return [
+        n
+        for argument, value in _schema_args(node)
+        if argument.alias_info is not None
+        for n in _argument_nodes(value)
+    ]
+
+
+def written_arguments(node: fx.Node) -> list[fx.Node]:
+    """Arguments whose storage ``node`` writes in place, by its schema.
+
+    A call without a schema that mutates (``auto_functionalized`` lowered in place, a
+    Triton kernel wrapper) is not seen here; such nodes are never recomputed and their
+    tensor arguments count as written.
+    """
+    target = node.target
+    if _annotations(target)[1]:
+        return [
+            n
+            for argument, value in _schema_args(node)
+            if argument.alias_info is not None and argument.alias_info.is_write
+            for n in _argument_nodes(value)
+        ]
+    if isinstance(target, torch._ops.HigherOrderOperator):
+        name = target.name()
+        if "triton_kernel_wrapper_mutation" in name or name == "auto_functionalized":
+            return list(node.all_input_nodes)
+    return []
+
+
+def graph_storages(graph: fx.Graph) -> GraphStorages:
+    """Collect the storages of ``graph``.  Reads only; needs ``meta["val"]``."""
+    groups = _UnionFind()
+    by_fake: dict[int, int] = {}
+    ids: dict[fx.Node, tuple[int, ...]] = {}
+    keep_alive: list[object] = []
+    sizes: list[int] = []
+    opaque: list[int] = []
+    written: list[int] = []
+
+    for node in graph.nodes:
+        mine: list[int] = []
+        for tensor in tensors_of(node.meta.get("val")):
+            try:
+                fake = tensor.untyped_storage()
+                key: int | None = fake._cdata
+                size = _hint(fake.nbytes())
+                keep_alive.append(fake)
+            except (NotImplementedError, RuntimeError):
+                key, size = None, _tensor_bytes(tensor)
+            known = by_fake.get(key) if key is not None else None
+            if known is None:
+                known = groups.new()
+                sizes.append(size)
+                if key is not None:
+                    by_fake[key] = known
+                else:
+                    opaque.append(known)
+            sizes[known] = max(sizes[known], size)
+            mine.append(known)
+        ids[node] = tuple(mine)
+        if node.op != "call_function":
+            continue
+        if node.target is operator.getitem:
+            source, index = node.args
+            parts = source.meta.get("val")
+            if isinstance(parts, (tuple, list)) and isinstance(index, int):
+                before = len(tensors_of(parts[:index]))
+                theirs_from = ids[source][before:]
+                for own, theirs in zip(ids[node], theirs_from, strict=False):
+                    groups.union(own, theirs)
+        for source in _aliased_arguments(node):
+            for own in ids[node]:
+                for theirs in ids[source]:
+                    groups.union(own, theirs)
+        for source in written_arguments(node):
+            written.extend(ids[source])
+
+    roots: dict[int, int] = {}
+    table: list[int] = []
+    for i, size in enumerate(sizes):
+        root = groups.find(i)
+        if root not in roots:
+            roots[root] = len(table)
+            table.append(0)
+        table[roots[root]] = max(table[roots[root]], size)
+
+    def dense(values: tuple[int, ...] | list[int]) -> list[int]:
+        return [roots[groups.find(i)] for i in values]
+
+    return GraphStorages(
+        size_bytes=tuple(table),
+        of_node={n: tuple(dict.fromkeys(dense(v))) for n, v in ids.items()},
+        mutated=OrderedSet(dense(written)),
+        opaque=OrderedSet(dense(opaque)),
+    )

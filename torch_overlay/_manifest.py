@@ -1,0 +1,55 @@
+"""The features, and the overlay modules in the order in which they are applied."""
+
+from __future__ import annotations
+
+import importlib
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Feature:
+    """What a user turns on or off.
+
+    Attributes:
+        name: as written in ``TORCH_OVERLAY`` and ``apply``.
+        tier: "correctness" features are on with ``TORCH_OVERLAY=1``; "memory" features
+            are opt-in.
+        summary: one line.
+        config: config key that holds the feature's value, or None.
+        values: what ``name=value`` accepts; the first is meant by ``name`` alone.
+    """
+
+    name: str
+    tier: str
+    summary: str
+    config: str | None = None
+    values: tuple[str, ...] = ()
+
+
+FEATURES: dict[str, Feature] = {
+    f.name: f
+    for f in (
+        Feature(
+            "remat",
+            "memory",
+            "copies recomputed values to their late uses in the backward",
+            config="torch._functorch.config:use_site_remat",
+            values=("light", "all", "off"),
+        ),
+    )
+}
+
+# Releases that the fingerprints are kept for.
+RELEASES = ("2.13.0", "2.14.1", "2.15.0")
+
+OVERLAY_MODULES = (
+    "torch_overlay._functorch.config",
+    "torch_overlay._functorch.partitioners",
+    "torch_overlay._inductor.choices",
+)
+
+
+def load() -> None:
+    """Import every overlay module once, which declares its changes."""
+    for name in OVERLAY_MODULES:
+        importlib.import_module(name)
