@@ -1,0 +1,279 @@
+"""Models of the curve: Hugging Face classes, an MLP, or the user's own."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TYPE_CHECKING
+
+import torch
+from torch import nn
+
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+
+class ModelError(ValueError):
+    """A model that cannot be built as asked."""
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Model and input sizes; see ``DEFAULTS`` for what each model takes by itself."""
+
+    layers: int
+    hidden: int
+    inter: int
+    heads: int
+    batch: int
+    seq: int
+    kv_heads: int = 0
+    vocab: int = 1000
+    dropout: float = 0.0
+
+
+# The published setup where there is one (llama, bert), its scale for the others.  For
+# vit, ``seq`` is the number of patches and must be a square number.
+DEFAULTS: dict[str, Sizes] = {
+    "llama": Sizes(32, 256, 688, 8, 2, 1024),
+    "bert": Sizes(32, 192, 768, 3, 2, 1024, dropout=0.1),
+    "gpt2": Sizes(32, 256, 1024, 8, 2, 1024),
+    "vit": Sizes(32, 192, 768, 3, 8, 196),
+    "mlp": Sizes(16, 256, 1024, 1, 2, 256),
+}
+
+
+class WeightedSum(nn.Module):
+    """Runs a model and reduces its hidden state to a loss with a gradient everywhere.
+
+    The weights differ per channel: the plain sum behind a layer norm has none.
+    """
+
+    def __init__(self, model: nn.Module, hidden: int) -> None:
+        super().__init__()
+        self.model = model
+        self.register_buffer("weights", torch.linspace(-1.0, 2.0, hidden))
+
+    def forward(self, **inputs: torch.Tensor) -> torch.Tensor:
+        out = self.model(**inputs)
+        hidden = out if isinstance(out, torch.Tensor) else out.last_hidden_state
+        return (hidden * self.weights.to(hidden.dtype)).sum()
+
+
+class GatedBlock(nn.Module):
+    """``x + down(silu(gate(n)) * up(n))`` with ``n`` the RMS norm of ``x``."""
+
+    def __init__(self, hidden: int, inter: int) -> None:
+        super().__init__()
+        self.norm = nn.RMSNorm(hidden)
+        self.gate = nn.Linear(hidden, inter, bias=False)
+        self.up = nn.Linear(hidden, inter, bias=False)
+        self.down = nn.Linear(inter, hidden, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        n = self.norm(x)
+        return x + self.down(nn.functional.silu(self.gate(n)) * self.up(n))
+
+
+class Mlp(nn.Module):
+    """A stack of :class:`GatedBlock`; input (batch, seq, hidden)."""
+
+    def __init__(self, sizes: Sizes) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(
+            GatedBlock(sizes.hidden, sizes.inter) for _ in range(sizes.layers)
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def _llama(s: Sizes) -> nn.Module:
+    from transformers import LlamaConfig, LlamaModel
+
+    return LlamaModel(
+        LlamaConfig(
+            hidden_size=s.hidden,
+            intermediate_size=s.inter,
+            num_attention_heads=s.heads,
+            num_key_value_heads=s.kv_heads or s.heads,
+            num_hidden_layers=s.layers,
+            vocab_size=s.vocab,
+            max_position_embeddings=max(2048, s.seq),
+            use_cache=False,
+            attn_implementation="sdpa",
+        )
+    )
+
+
+def _bert(s: Sizes) -> nn.Module:
+    from transformers import BertConfig, BertModel
+
+    return BertModel(
+        BertConfig(
+            hidden_size=s.hidden,
+            intermediate_size=s.inter,
+            num_attention_heads=s.heads,
+            num_hidden_layers=s.layers,
+            vocab_size=s.vocab,
+            max_position_embeddings=s.seq,
+            hidden_dropout_prob=s.dropout,
+            attention_probs_dropout_prob=s.dropout,
+            attn_implementation="sdpa",
+        ),
+        add_pooling_layer=False,
+    )
+
+
+def _gpt2(s: Sizes) -> nn.Module:
+    from transformers import GPT2Config, GPT2Model
+
+    return GPT2Model(
+        GPT2Config(
+            n_embd=s.hidden,
+            n_inner=s.inter,
+            n_head=s.heads,
+            n_layer=s.layers,
+            n_positions=s.seq,
+            vocab_size=s.vocab,
+            bos_token_id=None,
+            eos_token_id=None,
+            resid_pdrop=s.dropout,
+            embd_pdrop=s.dropout,
+            attn_pdrop=s.dropout,
+            use_cache=False,
+            attn_implementation="sdpa",
+        )
+    )
+
+
+def _vit(s: Sizes) -> nn.Module:
+    from transformers import ViTConfig, ViTModel
+
+    return ViTModel(
+        ViTConfig(
+            hidden_size=s.hidden,
+            intermediate_size=s.inter,
+            num_attention_heads=s.heads,
+            num_hidden_layers=s.layers,
+            image_size=16 * _side(s),
+            patch_size=16,
+            hidden_dropout_prob=s.dropout,
+            attention_probs_dropout_prob=s.dropout,
+            attn_implementation="sdpa",
+        ),
+        add_pooling_layer=False,
+    )
+
+
+def _side(s: Sizes) -> int:
+    side = round(s.seq**0.5)
+    if side * side != s.seq:
+        raise ModelError(f"vit needs a square number of patches as --seq, not {s.seq}")
+    return side
+
+
+_BUILDERS: dict[str, Callable[[Sizes], nn.Module]] = {
+    "llama": _llama,
+    "bert": _bert,
+    "gpt2": _gpt2,
+    "vit": _vit,
+    "mlp": Mlp,
+}
+
+
+def _inputs(name: str, s: Sizes, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    if name == "vit":
+        side = 16 * _side(s)
+        return {"pixel_values": torch.randn(s.batch, 3, side, side, dtype=dtype)}
+    if name == "mlp":
+        return {"x": torch.randn(s.batch, s.seq, s.hidden, dtype=dtype)}
+    return {"input_ids": torch.randint(0, s.vocab, (s.batch, s.seq))}
+
+
+def build(
+    name: str, sizes: Sizes, dtype: torch.dtype, seed: int = 0
+) -> tuple[nn.Module, dict[str, torch.Tensor]]:
+    """A training-mode model that returns its loss, and its keyword inputs, on CPU.
+
+    Raises:
+        ModelError: the sizes do not fit the model.
+    """
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    torch.manual_seed(seed)
+    if sizes.hidden % sizes.heads:
+        raise ModelError(
+            f"--hidden {sizes.hidden} is not a multiple of --heads {sizes.heads}"
+        )
+    model = WeightedSum(_BUILDERS[name](sizes), sizes.hidden)
+    return model.to(dtype).train(), _inputs(name, sizes, dtype)
+
+
+def build_from_file(
+    spec: str, dtype: torch.dtype, seed: int = 0
+) -> tuple[nn.Module, dict[str, torch.Tensor]]:
+    """Call ``function()`` of ``FILE.py:function``; it returns (model, inputs).
+
+    ``model(**inputs)`` must return the loss, a scalar tensor that requires grad.
+
+    Raises:
+        ModelError: no such file or function, or it returns something else.
+    """
+    path, _, function = spec.rpartition(":")
+    if not path or not Path(path).is_file():
+        raise ModelError(f"--model-file {spec!r}: expected FILE.py:function")
+    loaded = importlib.util.spec_from_file_location("curve_user_model", path)
+    module = importlib.util.module_from_spec(loaded)
+    loaded.loader.exec_module(module)
+    if not callable(getattr(module, function, None)):
+        raise ModelError(f"{path} has no function {function!r}")
+    torch.manual_seed(seed)
+    made: Any = getattr(module, function)()
+    if (
+        not isinstance(made, tuple)
+        or len(made) != 2
+        or not isinstance(made[0], nn.Module)
+        or not isinstance(made[1], dict)
+    ):
+        raise ModelError(f"{spec} must return (model, dict of keyword inputs)")
+    return made[0].to(dtype), made[1]
+
+
+def repeated_layers(model: nn.Module) -> nn.ModuleList:
+    """The longest module list of one class: the layers that checkpointing wraps.
+
+    Raises:
+        ModelError: the model has no such list.
+    """
+    lists = [
+        m
+        for m in model.modules()
+        if isinstance(m, nn.ModuleList) and len({type(c) for c in m}) == 1
+    ]
+    if not lists:
+        raise ModelError(
+            "the checkpointing methods need an nn.ModuleList of equal layers; "
+            "this model has none"
+        )
+    return max(lists, key=len)
+
+
+def has_dropout(model: nn.Module) -> bool:
+    """Whether a training step of ``model`` draws random numbers through dropout."""
+    config = getattr(getattr(model, "model", model), "config", None)
+    rates = [m.p for m in model.modules() if isinstance(m, nn.Dropout)]
+    keys = ("attention_probs_dropout_prob", "attn_pdrop", "attention_dropout")
+    rates += [getattr(config, key, 0.0) or 0.0 for key in keys]
+    return any(rate > 0 for rate in rates)
+
+
+def sizes_for(name: str, **changes: int | None) -> Sizes:
+    """The defaults of a model with the given sizes changed."""
+    given = {k: v for k, v in changes.items() if v is not None}
+    return dataclasses.replace(DEFAULTS[name], **given)

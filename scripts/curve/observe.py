@@ -1,0 +1,119 @@
+"""What a partition saves, recomputes and holds: fields of a row that need no run."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from dataclasses import dataclass
+from typing import Any, TYPE_CHECKING
+from unittest import mock
+
+import torch._functorch.config as functorch_config
+from torch._functorch.partitioners import min_cut_rematerialization_partition
+from torch._inductor.custom_graph_pass import CustomPartitionerFn
+
+from torch_overlay._functorch._activation_checkpointing import use_site_remat
+from torch_overlay._functorch._activation_checkpointing.graph_storage import (
+    graph_storages,
+)
+from torch_overlay._functorch._activation_checkpointing.recompute_cost import (
+    node_flops,
+)
+
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    import torch.fx as fx
+
+
+@dataclass
+class Prediction:
+    """Sums and maxima over the graphs of one program, in bytes, FLOPs and seconds."""
+
+    saved_bytes: int = 0
+    predicted_peak_bytes: int | None = None
+    liveness_peak_bytes: int = 0
+    recompute_flops: int = 0
+    plan_seconds: float = 0.0
+    compile_seconds: float | None = None
+
+
+@dataclass
+class PassRun:
+    """How the pass ran on the graphs of one partition."""
+
+    seconds: float = 0.0
+    added_nodes: int = 0
+
+
+@contextlib.contextmanager
+def watch_pass() -> Iterator[PassRun]:
+    """Time use-site rematerialization and count the nodes that it adds."""
+    seen = PassRun()
+    plain = use_site_remat.use_site_remat
+
+    def watched(gm: fx.GraphModule, mode: str, **options: bool) -> fx.GraphModule:
+        before = len(gm.graph.nodes)
+        start = time.perf_counter()
+        result = plain(gm, mode, **options)
+        seen.seconds += time.perf_counter() - start
+        seen.added_nodes += len(result.graph.nodes) - before
+        return result
+
+    with mock.patch.object(use_site_remat, "use_site_remat", watched):
+        yield seen
+
+
+def _flops(graph: fx.Graph) -> int:
+    return sum(node_flops(n) for n in graph.nodes if n.op == "call_function")
+
+
+def _saved_bytes(backward: fx.Graph) -> int:
+    """Bytes that the forward hands to the backward, parameters and tangents apart."""
+    storages = graph_storages(backward)
+    saved: dict[int, int] = {}
+    for node in backward.find_nodes(op="placeholder"):
+        if not node.name.startswith(("primals", "tangents")):
+            saved.update((v, storages.size_bytes[v]) for v in storages.of_node[node])
+    return sum(saved.values())
+
+
+def observed_partition(
+    joint: fx.GraphModule, inputs: Any, kwargs: dict[str, Any], into: Prediction
+) -> tuple[fx.GraphModule, fx.GraphModule, PassRun]:
+    """Partition ``joint`` as configured and add what is seen to ``into``."""
+    with watch_pass() as seen:
+        forward, backward = min_cut_rematerialization_partition(joint, inputs, **kwargs)
+    into.saved_bytes += _saved_bytes(backward.graph)
+    into.recompute_flops += (
+        _flops(forward.graph) + _flops(backward.graph) - _flops(joint.graph)
+    )
+    into.plan_seconds += seen.seconds
+    into.liveness_peak_bytes = max(
+        into.liveness_peak_bytes,
+        use_site_remat.live_peak_bytes(forward.graph),
+        use_site_remat.live_peak_bytes(backward.graph),
+    )
+    return forward, backward, seen
+
+
+class ObservingPartitioner(CustomPartitionerFn):
+    """Inductor's own partition, observed: graphs and results are the same."""
+
+    def __init__(self, into: Prediction) -> None:
+        self.into = into
+
+    def uuid(self) -> None:
+        return None
+
+    def __call__(self, gm: fx.GraphModule, inputs: Any, **kwargs: Any) -> Any:
+        return observed_partition(gm, inputs, kwargs, self.into)[:2]
+
+
+def remat_mode(method: str) -> contextlib.AbstractContextManager[None]:
+    """Set the pass to the method's mode; methods without the pass have it off."""
+    if not hasattr(functorch_config, "use_site_remat"):
+        return contextlib.nullcontext()
+    mode = method if method in ("light", "all") else "off"
+    return functorch_config.patch(use_site_remat=mode)

@@ -1,0 +1,266 @@
+"""Predict peaks without compiling a kernel.
+
+Inductor lowers and schedules each graph and is stopped right after its own memory pass
+(``torch._inductor.memory``); the estimate of the order that it would run is the result.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import time
+from dataclasses import dataclass
+from typing import Any, TYPE_CHECKING
+
+import torch
+import torch._functorch.config as functorch_config
+import torch._inductor.memory as inductor_memory
+import torch.utils._pytree as pytree
+from torch._dynamo.backends.common import aot_autograd
+from torch._functorch.partitioners import min_cut_rematerialization_partition
+from torch._guards import detect_fake_mode, tracing, TracingContext
+from torch._inductor.compile_fx import compile_fx, compile_fx_inner
+from torch._inductor.custom_graph_pass import CustomPartitionerFn
+from torch.fx.experimental.symbolic_shapes import optimization_hint
+
+from .observe import observed_partition, Prediction, remat_mode
+
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+    import torch.fx as fx
+
+
+class _EstimateDone(BaseException):
+    """Ends a lowering once its peak is known; carries no error."""
+
+
+@contextlib.contextmanager
+def _stop_after_estimate(found: list[int]) -> Iterator[None]:
+    original = inductor_memory.reorder_for_peak_memory
+
+    def estimate(
+        nodes: Any,
+        name_to_buf: Any,
+        name_to_fused_node: Any,
+        graph_inputs: Any,
+        graph_outputs: Any,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        order = original(
+            nodes,
+            name_to_buf,
+            name_to_fused_node,
+            graph_inputs,
+            graph_outputs,
+            *args,
+            **kwargs,
+        )
+        freeable = inductor_memory.get_freeable_input_buf(nodes, graph_inputs)
+        peak, _ = inductor_memory.estimate_peak_memory(order, freeable, graph_outputs)
+        found.append(peak)
+        raise _EstimateDone
+
+    inductor_memory.reorder_for_peak_memory = estimate
+    try:
+        yield
+    finally:
+        inductor_memory.reorder_for_peak_memory = original
+
+
+def inductor_peak_bytes(gm: fx.GraphModule, is_backward: bool) -> int:
+    """Inductor's estimate of the peak of ``gm``, in bytes.
+
+    Inputs that the caller keeps (parameters) are not counted, saved values are until
+    their last use.  Consumes ``gm``.  A graph without kernels peaks at 0.
+    """
+    inputs = [n.meta["val"] for n in gm.graph.nodes if n.op == "placeholder"]
+    mode = detect_fake_mode(inputs)
+    found: list[int] = []
+    with (
+        tracing(TracingContext(mode)),
+        torch._inductor.config.patch(fx_graph_cache=False, compile_threads=1),
+        _stop_after_estimate(found),
+        contextlib.suppress(_EstimateDone),
+    ):
+        compile_fx_inner(gm, inputs, is_backward=is_backward, static_input_idxs=[])
+    return found[-1] if found else 0
+
+
+def _stand_in(value: object) -> object:
+    """A real zero tensor with the layout of a fake one; sizes by their hints."""
+    if isinstance(value, torch.SymInt):
+        return optimization_hint(value, fallback=16)
+    if not isinstance(value, torch.Tensor):
+        return value
+    size, stride = (
+        [optimization_hint(s, fallback=16) for s in sizes]
+        for sizes in (value.shape, value.stride())
+    )
+    return torch.empty_strided(size, stride, dtype=value.dtype).zero_()
+
+
+def _stub_compiler(gm: fx.GraphModule, _inputs: Any, **_kwargs: Any) -> Any:
+    """Stands for a compiled graph: returns zeros, so that a traced program goes on."""
+    (output,) = gm.graph.find_nodes(op="output")
+    values = [
+        n.meta.get("val") if isinstance(n, torch.fx.Node) else n
+        for n in pytree.tree_leaves(output.args[0])
+    ]
+
+    def run(args: list[Any]) -> list[Any]:
+        args.clear()
+        return [_stand_in(v) for v in values]
+
+    run._boxed_call = True
+    return run
+
+
+@dataclass(frozen=True)
+class PlanPoint:
+    """One point of a curve: a method at a budget."""
+
+    method: str
+    budget: float
+
+
+class _Predictor:
+    """Partitions each joint graph at every point and records what it would take."""
+
+    def __init__(
+        self,
+        points: Sequence[PlanPoint],
+        lower: bool,
+        done: Callable[[PlanPoint, Prediction | str], None],
+    ) -> None:
+        self.points = points
+        self.lower = lower
+        self.done = done
+        self.found: dict[PlanPoint, Prediction] = {p: Prediction() for p in points}
+        self.errors: dict[PlanPoint, str] = {}
+
+    def __call__(self, gm: fx.GraphModule, inputs: Any, **kwargs: Any) -> Any:
+        gm.graph.eliminate_dead_code()
+        by_budget: dict[float, list[PlanPoint]] = {}
+        for point in self.points:
+            by_budget.setdefault(point.budget, []).append(point)
+        for budget, points in by_budget.items():
+            self._at_budget(gm, inputs, kwargs, budget, points)
+        with functorch_config.patch(activation_memory_budget=1.0):
+            return min_cut_rematerialization_partition(gm, inputs, **kwargs)
+
+    def _at_budget(
+        self,
+        gm: fx.GraphModule,
+        inputs: Any,
+        kwargs: Any,
+        budget: float,
+        points: list[PlanPoint],
+    ) -> None:
+        stock_peaks: tuple[int, int] | None = None
+        for point in points:
+            if point in self.errors:
+                continue
+            try:
+                stock_peaks = self._at_point(gm, inputs, kwargs, point, stock_peaks)
+            except Exception as error:
+                self.errors[point] = f"{type(error).__name__}: {error}"
+            self.done(point, self.errors.get(point, self.found[point]))
+
+    def _at_point(
+        self,
+        gm: fx.GraphModule,
+        inputs: Any,
+        kwargs: Any,
+        point: PlanPoint,
+        stock_peaks: tuple[int, int] | None,
+    ) -> tuple[int, int] | None:
+        into = self.found[point]
+        with (
+            functorch_config.patch(activation_memory_budget=point.budget),
+            remat_mode(point.method),
+        ):
+            forward, backward, seen = observed_partition(
+                copy.deepcopy(gm), inputs, kwargs, into
+            )
+        if not self.lower:
+            return None
+        # The pass leaves the forward alone, and the backward too when it has no plan.
+        start = time.perf_counter()
+        forward_peak, backward_peak = stock_peaks or (
+            inductor_peak_bytes(forward, False),
+            None,
+        )
+        if backward_peak is None or seen.added_nodes:
+            backward_peak = inductor_peak_bytes(backward, True)
+        spent = time.perf_counter() - start
+        into.compile_seconds = (into.compile_seconds or 0.0) + spent
+        into.predicted_peak_bytes = max(
+            into.predicted_peak_bytes or 0, forward_peak, backward_peak
+        )
+        return (forward_peak, backward_peak) if point.method == "stock" else stock_peaks
+
+
+class _Partitioner(CustomPartitionerFn):
+    """Hands Inductor's joint graphs to a function."""
+
+    def __init__(self, partition: Callable[..., Any]) -> None:
+        self.partition = partition
+
+    def uuid(self) -> None:
+        return None
+
+    def __call__(self, gm: fx.GraphModule, inputs: Any, **kwargs: Any) -> Any:
+        return self.partition(gm, inputs, **kwargs)
+
+
+def trace_joint(
+    model: torch.nn.Module,
+    inputs: dict[str, torch.Tensor],
+    partition: Callable[..., Any],
+    backend: str,
+) -> None:
+    """Call ``partition`` on every joint graph of ``model``; nothing is compiled.
+
+    It gets what ``min_cut_rematerialization_partition`` gets and returns the same.
+    """
+
+    def compiler(gm: fx.GraphModule, example_inputs: Any) -> Any:
+        if backend == "inductor":
+            return compile_fx(gm, example_inputs, inner_compile=_stub_compiler)
+        return aot_autograd(
+            fw_compiler=_stub_compiler,
+            bw_compiler=_stub_compiler,
+            partition_fn=partition,
+        )(gm, example_inputs)
+
+    with torch._inductor.config.patch(
+        custom_partitioner_fn=_Partitioner(partition),
+        fx_graph_cache=False,
+    ):
+        torch.compile(model, backend=compiler)(**inputs)
+
+
+def predict(
+    model: torch.nn.Module,
+    inputs: dict[str, torch.Tensor],
+    points: Sequence[PlanPoint],
+    backend: str,
+    done: Callable[[PlanPoint, Prediction | str], None],
+) -> None:
+    """Trace ``model`` once and predict every point; one error does not stop the rest.
+
+    Args:
+        model: returns a scalar loss from keyword ``inputs``; called once, on zeros.
+        points: points with budgets; checkpointed models go with method names of their
+            own at budget 1.0.
+        backend: "inductor" (its memory estimate and liveness) or "aot_eager"
+            (liveness alone).
+        done: called with a point and its prediction so far, or its error, as soon as
+            one graph of the program is through; a program with several graphs reports
+            a point once for each.
+    """
+    predictor = _Predictor(points, backend == "inductor", done)
+    trace_joint(model, inputs, predictor, backend)
