@@ -69,13 +69,14 @@ def time_pass(backward: Any, mode: str, repeat: int) -> dict[str, Any]:
 
 def backward_of(layers: int, budget: float) -> Any:
     """The backward that the partitioner emits for a Llama of that depth."""
+    import torch
     import torch._functorch.config as functorch_config
     from curve import models
     from curve.predict import trace_joint
     from torch._functorch.partitioners import min_cut_rematerialization_partition
 
     sizes = models.sizes_for("llama", layers=layers)
-    model, inputs = models.build("llama", sizes, models.torch.float32)
+    model, inputs = models.build("llama", sizes, torch.float32)
     found = []
 
     def partition(gm: Any, joint_inputs: Any, **kwargs: Any) -> Any:

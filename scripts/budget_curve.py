@@ -31,6 +31,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 KEY = ("model", "layers", "seq", "batch", "dtype", "device", "backend", "method")
+SIZE_OPTIONS = ("layers", "seq", "batch", "hidden", "inter", "heads", "kv_heads")
 FIELDS = (
     *KEY,
     "budget",
@@ -94,8 +95,8 @@ def parser() -> argparse.ArgumentParser:
     what.add_argument("--worker", help=argparse.SUPPRESS)
     p.add_argument("--model", choices=("llama", "bert", "gpt2", "vit", "mlp"))
     p.add_argument("--model-file", metavar="FILE.py:FUNCTION")
-    for name in ("layers", "seq", "batch", "hidden", "inter", "heads", "kv-heads"):
-        p.add_argument(f"--{name}", type=int)
+    for name in SIZE_OPTIONS:
+        p.add_argument(f"--{name.replace('_', '-')}", type=int)
     p.add_argument("--vocab", type=int)
     p.add_argument("--dropout", type=float)
     p.add_argument(
@@ -111,6 +112,11 @@ def parser() -> argparse.ArgumentParser:
     return p
 
 
+def sizes(args: argparse.Namespace) -> dict[str, Any]:
+    """What the options say of a built-in model; None where they say nothing."""
+    return {k: getattr(args, k) for k in (*SIZE_OPTIONS, "vocab", "dropout")}
+
+
 def base_row(args: argparse.Namespace) -> dict[str, Any]:
     """The fields that all rows of a run share."""
     from importlib import metadata
@@ -118,17 +124,10 @@ def base_row(args: argparse.Namespace) -> dict[str, Any]:
     from curve import models
 
     row: dict[str, Any] = dict.fromkeys(FIELDS)
-    changes = {
-        k: getattr(args, k)
-        for k in ("layers", "seq", "batch", "hidden", "inter", "heads", "kv_heads")
-    }
     row.update(model=args.model_file or args.model, dtype=args.dtype)
-    row.update(changes)
+    row.update({k: getattr(args, k) for k in SIZE_OPTIONS})
     if args.model_file is None:
-        sizes = models.sizes_for(
-            args.model, vocab=args.vocab, dropout=args.dropout, **changes
-        )
-        row.update(dataclasses.asdict(sizes))
+        row.update(dataclasses.asdict(models.sizes_for(args.model, **sizes(args))))
     row.update(device=args.device, backend=args.backend)
     row["torch"] = metadata.version("torch")
     try:
@@ -295,10 +294,8 @@ def worker(args: argparse.Namespace) -> int:
 
         if args.model_file:
             return models.build_from_file(args.model_file, dtype)
-        names = ("layers", "seq", "batch", "hidden", "inter", "heads", "kv_heads")
-        changes = {k: getattr(args, k) for k in (*names, "vocab", "dropout")}
-        sizes = models.sizes_for(args.model, **changes)
-        return models.build(args.model, sizes, dtype)
+        wanted = models.sizes_for(args.model, **sizes(args))
+        return models.build(args.model, wanted, dtype)
 
     if job["measure"]:
         return _measure_points(points, build, args, job["lock"])
