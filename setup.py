@@ -1,8 +1,12 @@
+import json
 from pathlib import Path
 
 from setuptools import find_packages, setup
 
 
+HERE = Path(__file__).parent
+PINS = json.loads((HERE / "torch_overlay" / "pins.json").read_text(encoding="utf-8"))
+OLDEST = next(iter(PINS["releases"]))
 MODELS = ["transformers==5.24.0"]
 PLOT = ["matplotlib>=3.8"]
 TEST = [
@@ -18,12 +22,13 @@ setup(
     name="torch_overlay",
     version="0.1.0",
     description="Fixes for PyTorch's activation-memory budget, as an overlay",
-    long_description=Path(__file__).with_name("README.md").read_text(encoding="utf-8"),
+    long_description=(HERE / "README.md").read_text(encoding="utf-8"),
     long_description_content_type="text/markdown",
     license="BSD-3-Clause",
     packages=find_packages(include=["torch_overlay", "torch_overlay.*"]),
+    package_data={"torch_overlay": ["pins.json"]},
     python_requires=">=3.10",
-    install_requires=["torch>=2.13.0"],
+    install_requires=[f"torch>={OLDEST}"],
     extras_require={
         "models": MODELS,
         "plot": PLOT + CURVE,

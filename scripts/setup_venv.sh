@@ -1,10 +1,11 @@
 # Sourced by demo.sh and test.sh: makes or reuses the project's virtual environment.
-#   TORCH_VERSION   torch release to install (default: the main pin)
+#   TORCH_VERSION   torch release to install (default: "main" of pins.json)
 #   VENV            its folder (default: .venv in the project)
 set -euo pipefail
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 cd "$root"
-torch_version=${TORCH_VERSION:-2.14.1}
+pinned='import json; print(json.load(open("torch_overlay/pins.json"))["main"])'
+torch_version=${TORCH_VERSION:-$(python3 -c "$pinned")}
 venv=${VENV:-$root/.venv}
 stamp="$venv/.torch_overlay_setup"
 # Anything that changes what is installed changes this line.

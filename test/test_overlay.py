@@ -21,7 +21,7 @@ from torch._inductor.utils import fresh_cache
 from torch.testing._internal.common_utils import run_tests, TestCase
 
 import torch_overlay
-from torch_overlay import _api, _manifest, _overrides
+from torch_overlay import _api, _manifest, _overrides, _sources
 from torch_overlay.__main__ import _is_autoloaded
 from torch_overlay._overrides import ConfigKey, DECLARED, Override, verify_one
 
@@ -253,8 +253,8 @@ class TestVerify(OverlayCase):
         for part in (
             TARGET,
             "0" * 64,
-            _overrides.fingerprint(
-                _overrides.source_in_tree(TARGET, _overrides.torch_root())
+            _sources.fingerprint(
+                _sources.source_in_tree(TARGET, _sources.torch_root())
             ),
             f"python -m torch_overlay verify --diff {TARGET} --against",
             "Nothing was applied",
@@ -609,7 +609,7 @@ class TestProcesses(TestCase):
 
     def test_verify_diff(self):
         with tempfile.TemporaryDirectory() as other:
-            path = _overrides.target_file(TARGET, _overrides.torch_root())
+            path = _sources.target_file(TARGET, _sources.torch_root())
             folder = os.path.join(other, "torch", "_functorch")
             os.makedirs(folder)
             copy = os.path.join(folder, "partitioners.py")

@@ -11,8 +11,8 @@ A feature is written ``name`` or ``name=value``; ``FEATURES`` lists them.
 """
 
 from ._api import applied, apply, parse_features, revert, status
+from ._errors import MismatchError, OverlayError
 from ._manifest import FEATURES
-from ._overrides import MismatchError, OverlayError
 
 
 __all__ = [

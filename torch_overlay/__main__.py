@@ -24,6 +24,7 @@ def _status(args: argparse.Namespace) -> int:
     import torch_overlay
     from torch_overlay._manifest import RELEASES
     from torch_overlay._overrides import mismatch_message
+    from torch_overlay._table import text_table
 
     rows = torch_overlay.status()
     bad = [r for r in rows if r.state == "mismatch"]
@@ -43,10 +44,7 @@ def _status(args: argparse.Namespace) -> int:
         table = [heads] + [
             (r.target, r.feature, r.patch, r.issue, r.state) for r in rows
         ]
-        widths = [max(len(row[i]) for row in table) for i in range(len(heads))]
-        for row in table:
-            cells = zip(row, widths, strict=True)
-            print("  ".join(c.ljust(w) for c, w in cells).rstrip())
+        print(text_table(table))
     if bad:
         text = mismatch_message(bad, torch.__version__, ", ".join(RELEASES))
         print(text, file=sys.stderr)
@@ -54,10 +52,10 @@ def _status(args: argparse.Namespace) -> int:
 
 
 def _verify(args: argparse.Namespace) -> int:
-    from torch_overlay import _manifest, _overrides
+    from torch_overlay import _manifest, _overrides, _sources
 
     _manifest.load()
-    here = _overrides.torch_root()
+    here = _sources.torch_root()
     if args.diff is None:
         return _status(argparse.Namespace(json=False))
     if args.diff not in _overrides.DECLARED:
@@ -72,7 +70,7 @@ def _verify(args: argparse.Namespace) -> int:
         )
     sources = []
     for root in (Path(args.against), here):
-        source = _overrides.source_in_tree(args.diff, root)
+        source = _sources.source_in_tree(args.diff, root)
         if source is None:
             return _fail(f"{args.diff} is not a function in the torch under {root}")
         sources.append(source.splitlines(keepends=True))

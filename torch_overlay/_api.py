@@ -6,15 +6,9 @@ import warnings
 from typing import TYPE_CHECKING
 
 from . import _cache_tag, _overrides
+from ._errors import MismatchError, OverlayError
 from ._manifest import FEATURES, load, RELEASES
-from ._overrides import (
-    ConfigKey,
-    DECLARED,
-    mismatch_message,
-    MismatchError,
-    OverlayError,
-    Status,
-)
+from ._overrides import ConfigKey, DECLARED, mismatch_message, Status
 
 
 if TYPE_CHECKING:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import importlib
 from dataclasses import dataclass
 
+from ._pins import versions
+
 
 @dataclass(frozen=True)
 class Feature:
@@ -39,8 +41,8 @@ FEATURES: dict[str, Feature] = {
     )
 }
 
-# Releases that the fingerprints are kept for.
-RELEASES = ("2.13.0", "2.14.1", "2.15.0")
+# Versions that the fingerprints are kept for.
+RELEASES = versions()
 
 OVERLAY_MODULES = (
     "torch_overlay._functorch.config",

@@ -10,15 +10,10 @@ so that applying early imports nothing of the compiler.
 
 from __future__ import annotations
 
-import ast
 import functools
-import hashlib
 import importlib
-import importlib.abc
-import importlib.util
 import inspect
 import sys
-import textwrap
 import threading
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -26,17 +21,20 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, TYPE_CHECKING
 
+from . import _pins
+from ._errors import OverlayError
+from ._import_watch import loaded, on_import, watch
+from ._sources import (
+    fingerprint,
+    parameters,
+    source_in_tree,
+    target_file,
+    torch_root,
+)
+
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
-
-
-class OverlayError(RuntimeError):
-    """The overlay cannot do what was asked; torch is as it was before the call."""
-
-
-class MismatchError(OverlayError):
-    """Functions of this torch are not the ones that the overlay was written against."""
 
 
 @dataclass(frozen=True)
@@ -112,16 +110,18 @@ def overrides(
     feature: str,
     patch: str,
     issue: str,
-    fingerprints: Mapping[str, str | None],
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Declare the decorated function as the replacement of ``target``.
+
+    The sources that it was written against are in ``pins.json``.
 
     Raises:
         OverlayError: ``target`` is declared twice or is not ``"module:function"``.
     """
 
     def declare(replacement: Callable[..., Any]) -> Callable[..., Any]:
-        _declare(Override(target, replacement, feature, patch, issue, fingerprints))
+        known = _pins.fingerprints(target)
+        _declare(Override(target, replacement, feature, patch, issue, known))
         return replacement
 
     return declare
@@ -150,70 +150,6 @@ def _declare(change: Override | ConfigKey) -> None:
     DECLARED[change.target] = change
 
 
-# ---- sources ---------------------------------------------------------------------
-
-
-def function_source(text: str, name: str) -> str | None:
-    """Source lines of a function or ``Class.method``, decorators included."""
-    body: list[ast.stmt] = ast.parse(text).body
-    found: ast.stmt | None = None
-    for part in name.split("."):
-        named = [
-            n
-            for n in body
-            if isinstance(n, (ast.FunctionDef, ast.ClassDef)) and n.name == part
-        ]
-        found = named[-1] if named else None
-        body = found.body if found is not None else []
-    if not isinstance(found, ast.FunctionDef):
-        return None
-    first = min([found.lineno, *(d.lineno for d in found.decorator_list)])
-    return "".join(text.splitlines(keepends=True)[first - 1 : found.end_lineno])
-
-
-def fingerprint(source: str) -> str:
-    """sha256 of a function's source text."""
-    return hashlib.sha256(source.encode()).hexdigest()
-
-
-def target_file(target: str, root: Path) -> Path:
-    """File of the target's module under ``root``, a folder that holds ``torch``."""
-    base = root.joinpath(*target.split(":")[0].split("."))
-    package = base / "__init__.py"
-    return package if package.exists() else base.with_suffix(".py")
-
-
-def source_in_tree(target: str, root: Path) -> str | None:
-    """Source of ``target`` in a torch tree, without importing it; None if absent."""
-    path = target_file(target, root)
-    if not path.exists():
-        return None
-    return function_source(path.read_text(encoding="utf-8"), target.split(":")[1])
-
-
-def torch_root() -> Path:
-    """The folder that holds the torch package of this process."""
-    spec = importlib.util.find_spec("torch")
-    if spec is None or spec.origin is None:
-        raise OverlayError("torch is not installed; install a supported release first")
-    return Path(spec.origin).parent.parent
-
-
-def _parameters(source: str) -> list[tuple[str, str]]:
-    """Names and kinds of the parameters of a function's source."""
-    (function,) = ast.parse(textwrap.dedent(source)).body
-    a = function.args
-    kind = inspect.Parameter
-    groups = (
-        (kind.POSITIONAL_ONLY, a.posonlyargs),
-        (kind.POSITIONAL_OR_KEYWORD, a.args),
-        (kind.VAR_POSITIONAL, [a.vararg] if a.vararg else []),
-        (kind.KEYWORD_ONLY, a.kwonlyargs),
-        (kind.VAR_KEYWORD, [a.kwarg] if a.kwarg else []),
-    )
-    return [(arg.arg, k.name) for k, args in groups for arg in args]
-
-
 def _owner(target: str) -> tuple[Any, str]:
     """The module or class that holds the target, and the name it has there."""
     module, path = target.split(":")
@@ -233,7 +169,7 @@ def _resolve(target: str) -> Any:
 
 def _live_mismatch(change: Override, root: Path) -> str:
     """Why the live function is not the one in torch's file, or an empty string."""
-    if _loaded(change.target.split(":")[0]) is None:
+    if loaded(change.target.split(":")[0]) is None:
         return ""
     found = _resolve(change.target)
     function = inspect.unwrap(found) if callable(found) else None
@@ -252,7 +188,7 @@ def _live_mismatch(change: Override, root: Path) -> str:
 def _parameter_mismatch(change: Override, source: str) -> str:
     signature = inspect.signature(change.replacement)
     ours = [(p.name, p.kind.name) for p in signature.parameters.values()]
-    theirs = _parameters(source)
+    theirs = parameters(source)
     if ours == [("original", "POSITIONAL_OR_KEYWORD"), *theirs]:
         return ""
     return f"takes other parameters: {', '.join(name for name, _ in theirs)}"
@@ -385,11 +321,11 @@ def get_original(target: str) -> Any:
 def _bind_function(change: Override) -> None:
     binding = _bindings[change.target] = _Binding(None, None)
     module = change.target.split(":")[0]
-    if _loaded(module) is not None:
+    if loaded(module) is not None:
         with _PLACING:
             _put_wrapper(change, binding)
         return
-    if module in sys.modules and module not in _watch.running:
+    if module in sys.modules and module not in watch.running:
         raise OverlayError(
             f"{module} is being imported by another thread; apply the overlay before "
             "or after that"
@@ -400,7 +336,7 @@ def _bind_function(change: Override) -> None:
             if _bindings.get(change.target) is binding:
                 _put_wrapper(change, binding)
 
-    _on_import(module, imported)
+    on_import(module, imported)
 
 
 def _put_wrapper(change: Override, binding: _Binding) -> None:
@@ -418,57 +354,6 @@ def _put_wrapper(change: Override, binding: _Binding) -> None:
         put = staticmethod(wrapper) if isinstance(before, staticmethod) else wrapper
         binding.holders.append((owner, name, before, put))
         setattr(owner, name, put)
-
-
-class _ImportWatch(importlib.abc.MetaPathFinder):
-    """Calls back when a module has been imported, as often as that takes."""
-
-    def __init__(self) -> None:
-        self.waiting: dict[str, list[Callable[[], None]]] = {}
-        self.running: set[str] = set()
-        self.own = threading.local()
-
-    def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
-        searching = self.own.__dict__.setdefault("searching", set())
-        if name not in self.waiting or name in searching:
-            return None
-        searching.add(name)
-        try:
-            spec = importlib.util.find_spec(name)
-        finally:
-            searching.discard(name)
-        if spec is None or spec.loader is None:
-            return spec
-        execute = spec.loader.exec_module
-
-        def exec_module(module: Any) -> None:
-            self.running.add(name)
-            try:
-                execute(module)
-                for callback in self.waiting.pop(name, []):
-                    callback()
-            finally:
-                self.running.discard(name)
-
-        spec.loader.exec_module = exec_module
-        return spec
-
-
-_watch = _ImportWatch()
-
-
-def _on_import(module: str, callback: Callable[[], None]) -> None:
-    if _watch not in sys.meta_path:
-        sys.meta_path.insert(0, _watch)
-    _watch.waiting.setdefault(module, []).append(callback)
-
-
-def _loaded(module: str) -> Any:
-    """The module if its import is complete, else None."""
-    found = sys.modules.get(module)
-    if getattr(getattr(found, "__spec__", None), "_initializing", False):
-        return None
-    return found
 
 
 def _holders(target: str, original: Any) -> list[tuple[Any, str, Any]]:

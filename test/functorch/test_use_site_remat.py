@@ -15,7 +15,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.testing._internal.common_utils import run_tests, TestCase
 from torch.utils.checkpoint import checkpoint
 
-import torch_overlay
+import torch_overlay  # overlay only
 from torch_overlay._functorch._activation_checkpointing.graph_storage import (
     graph_storages,
 )
@@ -414,12 +414,12 @@ refused 1: carries a user's checkpoint decision""",
         )
 
     def test_unknown_custom_op(self):
-        with torch.library._scoped_library("torch_overlay_test", "FRAGMENT") as lib:
+        with torch.library._scoped_library("use_site_test", "FRAGMENT") as lib:
             lib.define("twice(Tensor x) -> Tensor")
             lib.impl("twice", lambda x: x * 2, "CompositeExplicitAutograd")
 
             def f(primals):
-                held = torch.ops.torch_overlay_test.twice(primals)
+                held = torch.ops.use_site_test.twice(primals)
                 return big_detour(held), held * primals
 
             gm = traced(f, mib())
@@ -427,7 +427,7 @@ refused 1: carries a user's checkpoint decision""",
                 self.refused(gm),
                 """\
 primals_1 = placeholder
-twice = torch_overlay_test.twice.default(primals_1)
+twice = use_site_test.twice.default(primals_1)
 repeat = aten.repeat.default(twice, [4, 1])
 exp = aten.exp.default(repeat)
 sum_1 = aten.sum.default(exp)
@@ -608,7 +608,7 @@ class Block(torch.nn.Module):
 
 
 class TestPartitioned(TestCase):
-    """Through AOTAutograd, with the overlay switched by ``applied``."""
+    """Through AOTAutograd, switched by the config key."""
 
     def setUp(self):
         super().setUp()
@@ -617,8 +617,13 @@ class TestPartitioned(TestCase):
         self.model = torch.nn.Sequential(*[Block() for _ in range(6)])
         self.x = torch.randn(2, 64, 64)
 
-    def run_once(self, fn=None, x=None, backend=None, dynamic=None):
-        """Gradients and backward peaks of one compiled step under budget 0."""
+    @torch_overlay.applied("remat=off")  # overlay only
+    def run_once(self, fn=None, x=None, backend=None, dynamic=None, mode="off"):
+        """Gradients, backward peaks and graphs of one compiled step under budget 0."""
+        with functorch_config.patch(use_site_remat=mode):
+            return self.step(fn, x, backend, dynamic)
+
+    def step(self, fn=None, x=None, backend=None, dynamic=None):
         peaks, graphs = [], []
 
         def nop(gm, inputs):
@@ -653,32 +658,30 @@ class TestPartitioned(TestCase):
         grads, peaks, _ = self.run_once()
         found = [peaks[0]]
         for mode in ("light", "all"):
-            with torch_overlay.applied(f"remat={mode}"):
-                again, after, graphs = self.run_once()
+            again, after, graphs = self.run_once(mode=mode)
             self.assertBitwise(again, grads)
             self.assertIn("_remat", graphs[0])
             found.append(after[0])
         self.assertLess(found[1], 0.8 * found[0])
         self.assertLess(found[2], found[1])
 
+    # overlay only: begin
     def test_off_is_plain(self):
-        _, _, plain = self.run_once()
-        with torch_overlay.applied("remat=off"):
-            self.assertEqual(self.run_once()[2], plain)
+        self.assertEqual(self.run_once()[2], self.step()[2])
 
+    # overlay only: end
     def test_saved_set_is_unchanged(self):
         def saved(text):
             return [n for n in text.splitlines() if n.endswith("= placeholder")]
 
         _, _, plain = self.run_once()
-        with torch_overlay.applied("remat=all"):
-            self.assertEqual(saved(self.run_once()[2][0]), saved(plain[0]))
+        again = self.run_once(mode="all")[2]
+        self.assertEqual(saved(again[0]), saved(plain[0]))
 
     def test_inductor_and_aot_eager(self):
         for backend in ("aot_eager", "inductor"):
             grads = self.run_once(backend=backend)[0]
-            with torch_overlay.applied("remat=all"):
-                again = self.run_once(backend=backend)[0]
+            again = self.run_once(backend=backend, mode="all")[0]
             if backend == "aot_eager":
                 self.assertBitwise(again, grads)
             else:
@@ -688,8 +691,7 @@ class TestPartitioned(TestCase):
         for batch in (3, 5):
             x = torch.randn(batch, 64, 64)
             grads = self.run_once(x=x, dynamic=True)[0]
-            with torch_overlay.applied("remat=all"):
-                again, _, graphs = self.run_once(x=x, dynamic=True)
+            again, _, graphs = self.run_once(x=x, dynamic=True, mode="all")
             self.assertIn("_remat", graphs[0])
             self.assertBitwise(again, grads)
 
@@ -700,8 +702,7 @@ class TestPartitioned(TestCase):
             return self.model[3:](half)
 
         grads = self.run_once(f)[0]
-        with torch_overlay.applied("remat=all"):
-            again, _, graphs = self.run_once(f)
+        again, _, graphs = self.run_once(f, mode="all")
         self.assertEqual(len(graphs), 2)
         self.assertTrue(all("_remat" in g for g in graphs))
         self.assertBitwise(again, grads)
@@ -713,8 +714,7 @@ class TestPartitioned(TestCase):
             return x
 
         grads, _, plain = self.run_once(f)
-        with torch_overlay.applied("remat=all"):
-            again, _, graphs = self.run_once(f)
+        again, _, graphs = self.run_once(f, mode="all")
         self.assertBitwise(again, grads)
         self.assertEqual(graphs, plain)
 
@@ -729,26 +729,26 @@ class TestPartitioned(TestCase):
 
         torch.manual_seed(1)
         _, _, plain = self.run_once(f)
-        with torch_overlay.applied("remat=all"):
-            torch.manual_seed(1)
-            _, _, graphs = self.run_once(f)
+        torch.manual_seed(1)
+        _, _, graphs = self.run_once(f, mode="all")
         self.assertIn("_remat", graphs[0])
         self.assertEqual(draws(graphs[0]), draws(plain[0]))
 
     def test_refused_config_value(self):
-        with torch_overlay.applied("remat"):
-            with functorch_config.patch(use_site_remat="on"):
-                with self.assertRaisesRegex(Exception, "must be one of 'off'"):
-                    self.run_once()
+        with self.assertRaisesRegex(Exception, "must be one of 'off'"):
+            self.run_once(mode="on")
 
 
 class TestDeterminism(TestCase):
     PROGRAM = """
-        import torch, torch_overlay
+        import torch
+        import torch._functorch.config
+        import torch_overlay  # overlay only
         from torch_overlay._functorch._activation_checkpointing import use_site_remat
 
         p = use_site_remat
-        torch_overlay.apply("remat=all")
+        torch_overlay.apply("remat")  # overlay only
+        torch._functorch.config.use_site_remat = "all"
         plain = p.apply_use_site_remat
 
         def show(gm, analysis, plan, recompile=True):

@@ -7,11 +7,11 @@ import torch._inductor.memory as inductor_memory
 from torch._inductor.choices import InductorChoices
 from torch.testing._internal.common_utils import run_tests, TestCase
 
-import torch_overlay
+import torch_overlay  # overlay only
 from torch_overlay._functorch._activation_checkpointing.use_site_rewrite import (
     COPY_MARK,
 )
-from torch_overlay._inductor import choices
+from torch_overlay._inductor import use_site_fusion
 
 
 class FakeKernel:
@@ -28,7 +28,7 @@ class FakeKernel:
 
 class TestRule(TestCase):
     def test_distance_and_mark(self):
-        limit = choices.MAX_COPY_FUSION_DISTANCE
+        limit = use_site_fusion.MAX_COPY_FUSION_DISTANCE
         for last, copy1, copy2, refused in [
             (limit, True, True, False),
             (limit + 1, True, False, True),
@@ -37,20 +37,27 @@ class TestRule(TestCase):
         ]:
             early, late = FakeKernel(0, 0, copy1), FakeKernel(last, last, copy2)
             for pair in [(early, late), (late, early)]:
-                self.assertEqual(choices.pulls_copy_from_its_use(*pair), refused)
+                found = use_site_fusion.pulls_copy_from_its_use(*pair)
+                self.assertEqual(found, refused)
 
-    def test_hooks_ask_the_rule_and_then_torch(self):
+    @torch_overlay.applied("remat")  # overlay only
+    def test_choices_ask_the_rule_first(self):
         far = (FakeKernel(0, 0, True), FakeKernel(99, 99, False))
         near = (FakeKernel(0, 0, True), FakeKernel(1, 1, False))
+        self.assertFalse(InductorChoices.can_fuse_vertical(None, *far, 1))
+        self.assertFalse(InductorChoices.can_fuse_horizontal(None, *far, 1))
+        self.assertTrue(InductorChoices.can_fuse_vertical(None, *near, 1))
+
+    # overlay only: begin
+    def test_torch_alone_fuses_them(self):
+        far = (FakeKernel(0, 0, True), FakeKernel(99, 99, False))
         self.assertTrue(InductorChoices.can_fuse_vertical(None, *far, 1))
-        with torch_overlay.applied("remat"):
-            self.assertFalse(InductorChoices.can_fuse_vertical(None, *far, 1))
-            self.assertFalse(InductorChoices.can_fuse_horizontal(None, *far, 1))
-            self.assertTrue(InductorChoices.can_fuse_vertical(None, *near, 1))
-        self.assertTrue(InductorChoices.can_fuse_vertical(None, *far, 1))
+
+    # overlay only: end
 
 
 class TestSchedule(TestCase):
+    @torch_overlay.applied("remat=off")  # overlay only
     def schedule(self):
         """Compile a step; per backward kernel, (names of origins, copies in it)."""
         kernels = []
@@ -79,7 +86,7 @@ class TestSchedule(TestCase):
 
         torch._dynamo.reset()
         with (
-            functorch_config.patch(activation_memory_budget=0.0),
+            functorch_config.patch(activation_memory_budget=0.0, use_site_remat="all"),
             torch._inductor.config.patch(force_disable_caches=True),
             mock.patch.object(inductor_memory, "reorder_for_peak_memory", watch),
         ):
@@ -87,14 +94,13 @@ class TestSchedule(TestCase):
         return kernels
 
     def test_copies_stay_near_their_use(self):
-        with torch_overlay.applied("remat=all"):
-            kernels = self.schedule()
-            spans = [span for span, copied in kernels if copied]
-            self.assertGreater(len(spans), 10)
-            with mock.patch.object(choices, "MAX_COPY_FUSION_DISTANCE", 10**6):
-                free = [span for span, copied in self.schedule() if copied]
+        kernels = self.schedule()
+        spans = [span for span, copied in kernels if copied]
+        self.assertGreater(len(spans), 10)
+        with mock.patch.object(use_site_fusion, "MAX_COPY_FUSION_DISTANCE", 10**6):
+            free = [span for span, copied in self.schedule() if copied]
         # A kernel grows by fusions that are each within the limit.
-        limit = 2 * choices.MAX_COPY_FUSION_DISTANCE
+        limit = 2 * use_site_fusion.MAX_COPY_FUSION_DISTANCE
         self.assertLessEqual(max(spans), limit)
         self.assertGreater(max(free), limit)
 

@@ -16,11 +16,6 @@ if TYPE_CHECKING:
     feature="remat",
     patch="use-site-remat",
     issue="pytorch/pytorch#197838",
-    fingerprints={
-        "2.13.0": "a86ba67f649eec08e213b9a6eb2a734da64de4548e168c995ddea57d164d00fa",
-        "2.14.1": "a86ba67f649eec08e213b9a6eb2a734da64de4548e168c995ddea57d164d00fa",
-        "2.15.0": "a86ba67f649eec08e213b9a6eb2a734da64de4548e168c995ddea57d164d00fa",
-    },
 )
 def reordering_to_mimic_autograd_engine(
     original: Callable[[fx.GraphModule], fx.GraphModule], gm: fx.GraphModule

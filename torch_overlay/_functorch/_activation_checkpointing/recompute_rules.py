@@ -7,7 +7,6 @@ import operator
 from typing import TYPE_CHECKING
 
 import torch
-from torch._functorch import partitioners
 from torch.utils._ordered_set import OrderedSet
 
 from .graph_storage import tensors_of, written_arguments
@@ -56,6 +55,9 @@ _CHEAP_BESIDES = (
 @functools.cache
 def _operator_sets() -> tuple[OrderedSet[object], OrderedSet[object]]:
     aten = torch.ops.aten
+    # The partitioner imports this module.
+    from torch._functorch import partitioners
+
     types = partitioners.get_default_op_list()
     attention = OrderedSet(
         getattr(aten, name) for name in _ATTENTION_FORWARD if hasattr(aten, name)

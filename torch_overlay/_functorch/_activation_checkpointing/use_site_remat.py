@@ -29,7 +29,6 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-import torch.fx as fx
 from torch._logging import trace_structured
 from torch.utils._ordered_set import OrderedSet
 
@@ -51,6 +50,8 @@ from .use_site_rewrite import UseSiteRewriter
 
 
 if TYPE_CHECKING:
+    import torch.fx as fx
+
     from .remat_planner import Plan
 
 
