@@ -28,8 +28,8 @@ from pathlib import Path
 HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE), str(HERE.parent)]
 
+from patch_queue.targets import find_targets
 from patch_queue.trees import open_tree, resolve_tree, ROOT, Tree, TreeError
-from refingerprint import find
 
 from torch_overlay import OverlayError, parse_features
 from torch_overlay._autoload import ENABLED_FILE
@@ -80,7 +80,7 @@ def verify(tree: Tree) -> None:
     Raises:
         DoesNotFit: some are unknown; lists them.
     """
-    bad = [f for f in find(tree) if f.state != "known"]
+    bad = [f for f in find_targets(tree) if f.state != "known"]
     if bad:
         lines = [f"torch {tree.version} does not fit; nothing was installed"]
         lines += [f"  {f.change.target} is {f.state}" for f in bad]

@@ -29,11 +29,9 @@ from patch_queue import transaction
 from patch_queue.fit import APPLIED, APPLIES, fit_series, HALF, wanted_patches
 from patch_queue.hunks import DiffError
 from patch_queue.series import SeriesError
+from patch_queue.targets import find_targets
 from patch_queue.trees import open_tree, resolve_tree, TreeError
 
-from torch_overlay import _manifest
-from torch_overlay._overrides import DECLARED, Override
-from torch_overlay._sources import fingerprint, source_in_tree
 from torch_overlay._table import text_table
 
 
@@ -72,14 +70,11 @@ def _parser() -> argparse.ArgumentParser:
 
 def source_state(patch: str, tree: Tree) -> str:
     """Whether the functions that a patch is about have known sources in a tree."""
-    _manifest.load()
-    unknown = []
-    for change in DECLARED.values():
-        if not isinstance(change, Override) or change.patch != patch:
-            continue
-        source = source_in_tree(change.target, tree.root)
-        if source is None or fingerprint(source) not in change.fingerprints.values():
-            unknown.append(change.target.split(":")[1])
+    unknown = [
+        finding.change.target.split(":")[1]
+        for finding in find_targets(tree)
+        if finding.change.patch == patch and finding.state != "known"
+    ]
     return f"changed: {', '.join(unknown)}" if unknown else "known"
 
 

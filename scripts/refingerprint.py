@@ -21,7 +21,6 @@ import difflib
 import json
 import os
 import sys
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TYPE_CHECKING
 
@@ -29,43 +28,17 @@ from typing import Any, TYPE_CHECKING
 HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE), str(HERE.parent)]
 
+from patch_queue.targets import find_targets
 from patch_queue.trees import installed_tree, resolve_tree, TreeError
 
-from torch_overlay import _manifest
-from torch_overlay._overrides import DECLARED, Override
 from torch_overlay._pins import load_pins, PINS_FILE
 from torch_overlay._sources import fingerprint, source_in_tree
 from torch_overlay._table import text_table
 
 
 if TYPE_CHECKING:
+    from patch_queue.targets import Finding
     from patch_queue.trees import Tree
-
-
-@dataclass(frozen=True)
-class Finding:
-    """A target in the new tree; ``state`` is "known", "changed" or "gone"."""
-
-    change: Override
-    source: str | None
-    state: str
-
-
-def find(tree: Tree) -> list[Finding]:
-    """Every target of the overlay in ``tree``."""
-    _manifest.load()
-    found = []
-    for change in DECLARED.values():
-        if not isinstance(change, Override):
-            continue
-        source = source_in_tree(change.target, tree.root)
-        state = "changed"
-        if source is None:
-            state = "gone"
-        elif fingerprint(source) in change.fingerprints.values():
-            state = "known"
-        found.append(Finding(change, source, state))
-    return found
 
 
 def last_known_tree(version: str, since: str | None) -> Tree:
@@ -136,7 +109,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         tree = resolve_tree(args.torch)
         version = tree.version.split("+")[0]
-        found = find(tree)
+        found = find_targets(tree)
         rows = [("target", "patch", f"source in torch {version}")]
         rows += [(f.change.target, f.change.patch, f.state) for f in found]
         print(text_table(rows))

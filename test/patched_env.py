@@ -5,6 +5,7 @@ import shutil
 import subprocess
 import sys
 import sysconfig
+import tempfile
 import venv
 from pathlib import Path
 
@@ -13,6 +14,13 @@ import torch
 
 SITE = Path(torch.__file__).resolve().parent.parent
 ROOT = Path(__file__).resolve().parent.parent
+
+
+def temporary_folder(test):
+    """A new folder that is deleted when ``test`` ends."""
+    folder = tempfile.TemporaryDirectory()
+    test.addCleanup(folder.cleanup)
+    return Path(folder.name).resolve()
 
 
 def copy_python_files(source, to):
@@ -55,6 +63,7 @@ class PatchedEnv:
         variables = {
             **{k: v for k, v in os.environ.items() if k != "PYTHONPATH"},
             "TORCH_OVERLAY": "",
+            "CI": None,  # run_tests would write reports, with a package of its own
             "TORCHINDUCTOR_COMPILE_THREADS": "1",
             **env,
         }

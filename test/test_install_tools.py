@@ -4,7 +4,6 @@ import os
 import shutil
 import subprocess
 import sys
-import tempfile
 import zipfile
 from pathlib import Path
 from unittest import mock
@@ -18,7 +17,7 @@ from torch_overlay._overrides import DECLARED, Override
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
-from patched_env import PatchedEnv, ROOT, run_script, SITE
+from patched_env import PatchedEnv, ROOT, run_script, SITE, temporary_folder
 
 
 _manifest.load()
@@ -29,9 +28,7 @@ VERSION = "2.99.0.dev20261201"
 class ToolCase(TestCase):
     def setUp(self):
         super().setUp()
-        folder = tempfile.TemporaryDirectory()
-        self.addCleanup(folder.cleanup)
-        self.folder = Path(folder.name).resolve()
+        self.folder = temporary_folder(self)
 
     def tree(self, edit=False, name="tree"):
         """A tree of an unknown version with the installed sources, maybe edited."""

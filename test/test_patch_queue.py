@@ -21,7 +21,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "scripts"))
 import apply_patches
 import export_patches
 from patch_queue import fit, hunks, series, transaction, trees
-from patched_env import PatchedEnv, ROOT, run_script, SITE
+from patched_env import PatchedEnv, ROOT, run_script, SITE, temporary_folder
 
 
 NAMES = series.read_series()
@@ -141,7 +141,7 @@ diff --git a/f.py b/f.py
 class TestExport(TestCase):
     def setUp(self):
         super().setUp()
-        self.folder = Path(self.enter(tempfile.TemporaryDirectory()))
+        self.folder = temporary_folder(self)
 
     def enter(self, context):
         stack = contextlib.ExitStack()
@@ -266,9 +266,7 @@ class TestApply(TestCase):
 
     def setUp(self):
         super().setUp()
-        folder = tempfile.TemporaryDirectory()
-        self.addCleanup(folder.cleanup)
-        self.root = Path(folder.name).resolve()
+        self.root = temporary_folder(self)
         for path in [*TOUCHED, "torch/version.py"]:
             to = self.root / path
             to.parent.mkdir(parents=True, exist_ok=True)
