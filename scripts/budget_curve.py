@@ -30,7 +30,8 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
-KEY = ("model", "layers", "seq", "batch", "dtype", "device", "backend", "method")
+KEY = ("model", "layers", "seq", "batch", "dtype", "device", "backend", "method", "rng")
+RNG_POLICIES = ("off", "replay", "save")
 SIZE_OPTIONS = ("layers", "seq", "batch", "hidden", "inter", "heads", "kv_heads")
 FIELDS = (
     *KEY,
@@ -85,6 +86,17 @@ def parse_methods(text: str) -> list[str]:
     return list(dict.fromkeys(names))
 
 
+def parse_rng(text: str) -> list[str]:
+    names = [name.strip() for name in text.split(",") if name.strip()]
+    unknown = [name for name in names if name not in RNG_POLICIES]
+    if unknown or not names:
+        raise argparse.ArgumentTypeError(
+            f"unknown policy {', '.join(unknown) or repr(text)}; "
+            f"accepted are {', '.join(RNG_POLICIES)}"
+        )
+    return list(dict.fromkeys(names))
+
+
 def parser() -> argparse.ArgumentParser:
     p = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -104,6 +116,13 @@ def parser() -> argparse.ArgumentParser:
     )
     p.add_argument("--budgets", type=parse_budgets, default=parse_budgets("0:1:0.05"))
     p.add_argument("--methods", type=parse_methods, default=["stock", "light", "all"])
+    p.add_argument(
+        "--rng",
+        type=parse_rng,
+        default=["off"],
+        help="policies for random numbers to compare (off is plain torch): "
+        + ",".join(RNG_POLICIES),
+    )
     p.add_argument("--backend", choices=("inductor", "aot_eager"), default="inductor")
     p.add_argument("--device", choices=("cpu", "cuda"))
     p.add_argument("--jobs", type=int, default=2, help="worker processes at once")
@@ -163,7 +182,7 @@ def plan_jobs(args: argparse.Namespace) -> list[dict[str, Any]]:
             for i in range(share if swept else 0)
         ]
     points += [[[m, None]] for m in fixed]
-    return [{"points": p} for p in points if p]
+    return [{"points": p, "rng": policy} for policy in args.rng for p in points if p]
 
 
 class Store:
@@ -185,10 +204,12 @@ class Store:
 
     def key(self, row: dict[str, Any]) -> tuple[Any, ...]:
         shape = ("hidden", "inter", "heads", "kv_heads", "vocab", "dropout", "torch")
+        row = {**row, "rng": row.get("rng") or "off"}
         return tuple(row.get(k) for k in (*KEY, *shape, "budget"))
 
-    def has(self, method: str, budget: float | None) -> bool:
-        wanted = self.key({**self.base, "method": method, "budget": budget})
+    def has(self, method: str, budget: float | None, rng: str = "off") -> bool:
+        point = {"method": method, "budget": budget, "rng": rng}
+        wanted = self.key({**self.base, **point})
         return any(self.key(r) == wanted for r in self.rows)
 
     def add(self, fields: dict[str, Any]) -> None:
@@ -196,7 +217,9 @@ class Store:
             row = {**self.base, **fields}
             self.rows = [r for r in self.rows if self.key(r) != self.key(row)]
             self.rows.append(row)
-            self.rows.sort(key=lambda r: (r["method"], r["budget"] or 0.0))
+            self.rows.sort(
+                key=lambda r: (r["method"], r.get("rng") or "off", r["budget"] or 0.0)
+            )
             self.write()
 
     def write(self) -> None:
@@ -222,7 +245,7 @@ def run_worker(
             if not line.startswith("ROW "):
                 continue
             fields = json.loads(line[4:])
-            store.add(fields)
+            store.add({**fields, "rng": job["rng"]})
             if (fields["method"], fields["budget"]) in left:
                 left.remove((fields["method"], fields["budget"]))
                 progress.update()
@@ -231,7 +254,8 @@ def run_worker(
         tail = errors.read()[-2000:]
     for method, budget in left:
         why = f"worker exited with code {code}: {tail.strip() or 'no output'}"
-        store.add({"method": method, "budget": budget, "error": why})
+        point = {"method": method, "budget": budget, "rng": job["rng"]}
+        store.add({**point, "error": why})
         progress.update()
 
 
@@ -297,6 +321,10 @@ def worker(args: argparse.Namespace) -> int:
         wanted = models.sizes_for(args.model, **sizes(args))
         return models.build(args.model, wanted, dtype)
 
+    if job["rng"] != "off":
+        import torch_overlay
+
+        torch_overlay.apply(f"rng={job['rng']}")
     if job["measure"]:
         return _measure_points(points, build, args, job["lock"])
     return _predict_points(points, build, args)
@@ -381,7 +409,7 @@ def curve(args: argparse.Namespace, given: list[str]) -> int:
     store = Store(args.out, args.resume, base_row(args))
     jobs = plan_jobs(args)
     for job in jobs:
-        job["points"] = [p for p in job["points"] if not store.has(*p)]
+        job["points"] = [p for p in job["points"] if not store.has(*p, job["rng"])]
     jobs = [j for j in jobs if j["points"]]
     with tempfile.TemporaryDirectory() as folder:
         for job in jobs:

@@ -44,6 +44,7 @@ class TestArguments(TestCase):
 
     def test_bad_calls_say_what_is_accepted(self):
         for args, message in [
+            (["--predict", "--rng", "keep"], "accepted are off, replay, save"),
             (["--predict", "--methods", "best"], "accepted are stock, light, all, ac1"),
             (["--predict", "--jobs", "0"], "--jobs must be at least 1"),
             (["--predict", "--device", "cuda"], "leave --device out"),
@@ -148,12 +149,25 @@ class TestRows(TestCase):
 
     def test_dead_worker_leaves_error_rows(self):
         store = self.store()
-        job = {"points": [["stock", 0.0], ["all", 0.0]]}
+        job = {"points": [["stock", 0.0], ["all", 0.0]], "rng": "save"}
         with mock.patch.object(budget_curve, "__file__", "/nonexistent/worker.py"):
             budget_curve.run_worker(job, [], store, mock.Mock())
         self.assertEqual(len(store.rows), 2)
         for row in store.rows:
             self.assertIn("worker exited with code", row["error"])
+            self.assertEqual(row["rng"], "save")
+
+    def test_policies_are_told_apart(self):
+        store = self.store()
+        point = {"method": "stock", "budget": 0.5}
+        store.add({**point, "liveness_peak_bytes": 7})
+        store.add({**point, "rng": "save", "liveness_peak_bytes": 8})
+        self.assertEqual([r["liveness_peak_bytes"] for r in store.rows], [7, 8])
+        self.assertTrue(store.has("stock", 0.5))
+        self.assertTrue(store.has("stock", 0.5, "save"))
+        self.assertFalse(store.has("stock", 0.5, "replay"))
+        self.assertIn("rng", report.table(store.rows).splitlines()[0])
+        self.assertNotIn("rng", report.table(store.rows[:1]).splitlines()[0])
 
     def test_table_and_plot(self):
         rows = [
@@ -221,6 +235,30 @@ class TestPredict(TestCase):
         self.assertEqual(done.returncode, 0, done.stderr)
         self.assertGreaterEqual(self.out.stat().st_mtime_ns, before)
         self.assertEqual(set(self.rows()), {("stock", 0.0), ("light", 0.0)})
+
+    def test_policies(self):
+        args = ["--predict", "--model", "gpt2", "--layers", "2", "--hidden", "32"]
+        args += ["--heads", "2", "--vocab", "64", "--batch", "2", "--seq", "128"]
+        args += [
+            "--dropout",
+            "0.1",
+            "--backend",
+            "aot_eager",
+            "--budgets",
+            "0",
+            "--methods",
+            "stock",
+        ]
+        done = run_curve(*args, "--rng", "off,replay,save", "--out", self.out)
+        self.assertEqual(done.returncode, 0, done.stderr)
+        saved = {
+            row["rng"]: row["saved_bytes"] for row in json.loads(self.out.read_text())
+        }
+        self.assertEqual(list(saved), ["off", "replay", "save"])
+        self.assertEqual(saved["off"], 0)
+        # One Mersenne Twister state for each of the five dropouts and both attentions.
+        self.assertEqual(saved["replay"] % 5056, 0)
+        self.assertGreater(saved["save"], saved["replay"])
 
     def test_model_file_with_a_graph_break(self):
         source = self.out.with_name("mine.py")

@@ -513,6 +513,19 @@ class TestProcesses(TestCase):
             code, out, err = run_python(self.SHOW, TORCH_OVERLAY=spec)
             self.assertEqual((code, out), (0, f"{shown} []\n"), err)
 
+    def test_autoload_of_all_correctness_features(self):
+        code, out, err = run_python(
+            """
+            import torch, torch_overlay
+            rows = torch_overlay.status()
+            print(sorted({r.feature for r in rows if r.state == "applied"}))
+            """,
+            TORCH_OVERLAY="1",
+        )
+        features = _manifest.FEATURES.values()
+        correct = [f.name for f in features if f.tier == "correctness"]
+        self.assertEqual((code, out), (0, f"{sorted(correct)}\n"), err)
+
     def test_autoload_of_an_unknown_feature_fails_the_import(self):
         code, _, err = run_python(self.SHOW, TORCH_OVERLAY="rng2")
         self.assertEqual(code, 1)
@@ -529,7 +542,7 @@ class TestProcesses(TestCase):
                 print({r.state for r in pool.submit(torch_overlay.status).result()})
                 pool.shutdown()
             """,
-            TORCH_OVERLAY="remat",
+            TORCH_OVERLAY="remat,rng",
         )
         self.assertEqual((code, out), (0, "{'applied'}\n"), err)
 

@@ -323,6 +323,16 @@ class TestApply(TestCase):
         code, out, _ = apply("--target", self.root, "--only", NAMES[0])
         self.assertEqual(code, 0)
         self.assertIn(f"applied {NAMES[0]} to", out)
+        code, out, _ = apply("--check", "--target", self.root)
+        self.assertEqual(code, 0)
+        self.assertRegex(out, rf"{NAMES[0]} .* applied ")
+        self.assertRegex(out, r"use-site-remat .* applies ")
+
+    def test_only_without_what_it_builds_on(self):
+        code, _, err = apply("--target", self.root, "--only", "use-site-remat")
+        self.assertEqual(code, 2)
+        self.assertIn("builds on rng-under-budget: select it too", err)
+        self.assertUnchanged()
 
     def test_wrong_tree(self):
         for target, message in [
@@ -580,7 +590,7 @@ class TestPatchedTorch(TestCase):
         script = Path("patch_queue", "emitted_graphs.py")
         options = ["--budgets", "0", "--out"]
         out = self.env.folder / "overlay.json"
-        code, _, err = run_script(script, *options, out, "--overlay", "remat=off")
+        code, _, err = run_script(script, *options, out, "--overlay", "rng,remat=off")
         self.assertEqual(code, 0, err)
         made.append(out.read_text())
         out = self.env.folder / "patched.json"

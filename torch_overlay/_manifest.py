@@ -32,6 +32,13 @@ FEATURES: dict[str, Feature] = {
     f.name: f
     for f in (
         Feature(
+            "rng",
+            "correctness",
+            "recompute never changes a random number, nor what must not run twice",
+            config="torch._functorch.config:rng_recompute",
+            values=("replay", "save"),
+        ),
+        Feature(
             "remat",
             "memory",
             "copies recomputed values to their late uses in the backward",

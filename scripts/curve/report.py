@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 MB = 1e6
 COLUMNS = (
     ("method", "method", None),
+    ("rng", "rng", None),
     ("budget", "budget", None),
     ("saved_bytes", "saved MB", MB),
     ("predicted_peak_bytes", "predicted MB", MB),
@@ -42,6 +43,8 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
     from tabulate import tabulate
 
     used = [c for c in COLUMNS if any(r.get(c[0]) is not None for r in rows)]
+    if all((r.get("rng") or "off") == "off" for r in rows):
+        used = [c for c in used if c[0] != "rng"]
 
     def cell(row: dict[str, Any], key: str, unit: float | None) -> Any:
         value = row.get(key)
@@ -76,23 +79,22 @@ def plot(rows: Sequence[dict[str, Any]], path: Path) -> None:
         else ("recompute_flops", 1e9, "recomputed work, GFLOP")
     )
     figure, (left, right) = pyplot.subplots(1, 2, figsize=(11, 4.5))
-    for index, method in enumerate(sorted({r["method"] for r in good}, key=_place)):
+    for index, (label, mine) in enumerate(_curves(good).items()):
         color = f"C{index}"
-        mine = [r for r in good if r["method"] == method]
         swept = sorted((r for r in mine if r["budget"] is not None), key=_budget)
         peaks = [peak_of(r) / MB for r in swept]
         if swept:
             budgets = [_budget(r) for r in swept]
-            left.plot(budgets, peaks, "o-", label=method, color=color)
+            left.plot(budgets, peaks, "o-", label=label, color=color)
         else:
             level = peak_of(mine[0]) / MB
-            left.axhline(level, linestyle="--", label=method, color=color)
+            left.axhline(level, linestyle="--", label=label, color=color)
         seen = [r for r in mine if r.get(work_key) is not None]
         right.scatter(
             [r[work_key] / unit for r in seen],
             [peak_of(r) / MB for r in seen],
             color=color,
-            label=method,
+            label=label,
         )
     left.set_xlim(-0.02, 1.02)
     left.set_xlabel("activation_memory_budget")
@@ -107,6 +109,16 @@ def plot(rows: Sequence[dict[str, Any]], path: Path) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=120)
     pyplot.close(figure)
+
+
+def _curves(rows: Sequence[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
+    """Rows by method, and by the policy for random numbers where there is one."""
+    found: dict[str, list[dict[str, Any]]] = {}
+    for row in sorted(rows, key=lambda r: _place(r["method"])):
+        rng = row.get("rng") or "off"
+        label = row["method"] if rng == "off" else f"{row['method']}, rng {rng}"
+        found.setdefault(label, []).append(row)
+    return found
 
 
 def _place(method: str) -> int:

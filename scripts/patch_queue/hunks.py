@@ -193,6 +193,19 @@ def apply_hunks(text: str, hunks: tuple[Hunk, ...]) -> tuple[str, list[Placed]]:
     return "".join(lines), placed
 
 
+def take_back_hunks(text: str, hunks: tuple[Hunk, ...]) -> str | None:
+    """``text`` without the hunks, or None if they are not all in it."""
+    flip = {" ": " ", "-": "+", "+": "-"}
+    reversed_hunks = []
+    shift = 0
+    for hunk in hunks:
+        lines = tuple((flip[mark], line) for mark, line in hunk.lines)
+        reversed_hunks.append(Hunk(hunk.start + shift, lines, hunk.scope))
+        shift += len(hunk.new) - len(hunk.old)
+    before, placed = apply_hunks(text, tuple(reversed_hunks))
+    return before if all(p.state == "applies" for p in placed) else None
+
+
 def grow_until_unique(hunk: Hunk, line: int, lines: list[str]) -> tuple[Hunk, int]:
     """``hunk``, placed at index ``line``, with the context that it needs.
 

@@ -6,6 +6,7 @@ written by hand (a mail: headers, then the pull request's text), and so is
 reader needs; ``@@ function`` or ``@@ Class.method`` says where they go.  Headers:
 
     Subject: [Component] Imperative
+    Needs: patches of the series that it builds on, if any
     Modules: overlay modules that upstream gets as new files, one a line
     Tests: tests that go along, at the path that they have here
 """
@@ -58,6 +59,7 @@ class Source:
     name: str
     subject: str
     body: str
+    needs: tuple[str, ...]
     modules: tuple[str, ...]
     tests: tuple[str, ...]
     hooks: tuple[FileDiff, ...]
@@ -91,6 +93,7 @@ def read_source(name: str, folder: Path = PATCHES) -> Source:
         name,
         subject,
         body,
+        tuple(str(mail.get("Needs", "")).split()),
         tuple(str(mail.get("Modules", "")).split()),
         tuple(str(mail.get("Tests", "")).split()),
         parse_diff(hooks.read_text(encoding="utf-8")) if hooks.is_file() else (),

@@ -9,3 +9,21 @@ adds_config(
     patch="use-site-remat",
     issue="pytorch/pytorch#197838",
 )
+
+adds_config(
+    "torch._functorch.config:rng_recompute",
+    default="replay",
+    value_type=str,
+    feature="rng",
+    patch="rng-under-budget",
+    issue="pytorch/pytorch#190758",
+)
+
+adds_config(
+    "torch._functorch.config:recomputable_custom_ops",
+    default=[],
+    value_type=list[str],
+    feature="rng",
+    patch="rng-under-budget",
+    issue="pytorch/pytorch#190758",
+)

@@ -53,7 +53,8 @@ def _hint(size: int | torch.SymInt) -> int:
     return int(optimization_hint(size, fallback=UNBACKED_SIZE_HINT))
 
 
-def _tensor_bytes(tensor: torch.Tensor) -> int:
+def tensor_bytes(tensor: torch.Tensor) -> int:
+    """Bytes of a tensor's elements; symbolic sizes use their hint."""
     return _hint(tensor.numel()) * tensor.dtype.itemsize
 
 
@@ -156,7 +157,7 @@ def graph_storages(graph: fx.Graph) -> GraphStorages:
                 size = _hint(fake.nbytes())
                 keep_alive.append(fake)
             except (NotImplementedError, RuntimeError):
-                key, size = None, _tensor_bytes(tensor)
+                key, size = None, tensor_bytes(tensor)
             known = by_fake.get(key) if key is not None else None
             if known is None:
                 known = groups.new()

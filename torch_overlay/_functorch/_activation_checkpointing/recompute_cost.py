@@ -8,7 +8,7 @@ import torch
 import torch.utils._pytree as pytree
 from torch.utils.flop_counter import flop_registry, sdpa_flop_count
 
-from .graph_storage import _hint, _tensor_bytes
+from .graph_storage import _hint, tensor_bytes
 
 
 if TYPE_CHECKING:
@@ -50,5 +50,5 @@ def recompute_cost(node: fx.Node) -> float:
         for t in pytree.tree_leaves(n.meta.get("val"))
         if isinstance(t, torch.Tensor)
     ]
-    moved = sum(_tensor_bytes(t) for t in tensors)
+    moved = sum(tensor_bytes(t) for t in tensors)
     return node_flops(node) + FLOPS_PER_BYTE * moved

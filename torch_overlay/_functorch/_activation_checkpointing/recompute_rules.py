@@ -10,6 +10,7 @@ import torch
 from torch.utils._ordered_set import OrderedSet
 
 from .graph_storage import tensors_of, written_arguments
+from .recompute_safety import recompute_hazard
 
 
 if TYPE_CHECKING:
@@ -71,24 +72,6 @@ def _operator_sets() -> tuple[OrderedSet[object], OrderedSet[object]]:
     return cheap - heavy, heavy | OrderedSet([aten.baddbmm])
 
 
-def _draws_random_numbers(node: fx.Node) -> bool:
-    """Whether a call draws; attention counts only if its dropout may be nonzero."""
-    tags = getattr(node.target, "tags", ())
-    if torch.Tag.nondeterministic_seeded not in tags:
-        return False
-    schema = getattr(node.target, "_schema", None)
-    for i, argument in enumerate(schema.arguments if schema is not None else ()):
-        if argument.name == "dropout_p":
-            default = argument.default_value if argument.has_default_value() else None
-            given = (
-                node.args[i]
-                if i < len(node.args)
-                else node.kwargs.get("dropout_p", default)
-            )
-            return given != 0
-    return True
-
-
 def refusal(node: fx.Node, storages: GraphStorages, view: bool) -> str | None:
     """Why ``node`` must not run twice, or None if it may.
 
@@ -104,12 +87,9 @@ def refusal(node: fx.Node, storages: GraphStorages, view: bool) -> str | None:
             return "is a higher-order operator"
         if not isinstance(target, torch._ops.OpOverload):
             return "is not an operator of torch"
-        if target.namespace == "_c10d_functional":
-            return "is a collective"
-        if target._schema.is_mutable:
-            return "mutates an argument"
-        if _draws_random_numbers(node):
-            return "draws random numbers"
+        hazard = recompute_hazard(node)
+        if hazard is not None:
+            return hazard
         if torch.Tag.nondeterministic_bitwise in target.tags:
             return "is not deterministic"
         cheap, heavy = _operator_sets()
@@ -118,8 +98,6 @@ def refusal(node: fx.Node, storages: GraphStorages, view: bool) -> str | None:
             return "is not a known recomputable operator"
     if "val" not in node.meta:
         return "has no value metadata"
-    if node.meta.get("unbacked_bindings"):
-        return "binds a size that only its run tells"
     if (node.meta.get("custom") or {}).get("stream") is not None:
         return "runs on a stream of the user's choice"
     why = _value_refusal(node)
