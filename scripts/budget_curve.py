@@ -123,6 +123,9 @@ def parser() -> argparse.ArgumentParser:
         help="policies for random numbers to compare (off is plain torch): "
         + ",".join(RNG_POLICIES),
     )
+    p.add_argument(
+        "--rand4x", action="store_true", help="with the overlay's random stream"
+    )
     p.add_argument("--backend", choices=("inductor", "aot_eager"), default="inductor")
     p.add_argument("--device", choices=("cpu", "cuda"))
     p.add_argument("--jobs", type=int, default=2, help="worker processes at once")
@@ -325,6 +328,10 @@ def worker(args: argparse.Namespace) -> int:
         import torch_overlay
 
         torch_overlay.apply(f"rng={job['rng']}")
+    if args.rand4x:
+        import torch_overlay
+
+        torch_overlay.apply("rand4x")
     if job["measure"]:
         return _measure_points(points, build, args, job["lock"])
     return _predict_points(points, build, args)

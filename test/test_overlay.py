@@ -542,7 +542,7 @@ class TestProcesses(TestCase):
                 print({r.state for r in pool.submit(torch_overlay.status).result()})
                 pool.shutdown()
             """,
-            TORCH_OVERLAY="remat,rng",
+            TORCH_OVERLAY=",".join(_manifest.FEATURES),
         )
         self.assertEqual((code, out), (0, "{'applied'}\n"), err)
 

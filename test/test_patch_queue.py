@@ -247,6 +247,14 @@ print(os, y)
             with self.assertRaisesRegex(series.SeriesError, message):
                 series.read_source("p", self.folder)
 
+    def test_hunks_of_one_release(self):
+        path = "torch/_inductor/config.py"
+        forms = [
+            {d.path for d in series.read_source("one-random-stream", release=r).hooks}
+            for r in (None, "2.14.1", "2.15.0")
+        ]
+        self.assertEqual([path in form for form in forms], [False, False, True])
+
     def test_other_base_needs_a_folder(self):
         with contextlib.redirect_stderr(io.StringIO()) as err:
             with self.assertRaises(SystemExit):
@@ -342,7 +350,7 @@ class TestApply(TestCase):
             code, _, err = apply("--target", target)
             self.assertEqual(code, 2)
             self.assertIn(message, err)
-        path = self.root / TOUCHED[-1]
+        path = self.root / "torch/_inductor/choices.py"
         path.write_text(path.read_text().replace("can_fuse", "may_fuse"))
         (self.root / "torch/_functorch/config.py").unlink()
         self.before = digests(self.root)
@@ -545,7 +553,7 @@ class TestApply(TestCase):
             self.assertEqual(sha256(self.root / path), content)
         code, out, _ = apply("--check", "--target", self.root)
         self.assertEqual(code, 0)
-        self.assertRegex(out, rf"{NAMES[0]}  torch \S+ source  applied")
+        self.assertRegex(out, rf"{NAMES[0]} +torch \S+ source +applied")
         code, _, err = apply("--target", self.root)
         self.assertEqual(code, 1)
         self.assertIn("in this tree already", err)
@@ -581,6 +589,8 @@ class TestPatchedTorch(TestCase):
     def test_tests_of_the_patches(self):
         for name in NAMES:
             for path in series.read_source(name).tests:
+                if not Path(path).name.startswith("test_"):
+                    continue
                 code, said = self.env.run(self.env.folder / path)
                 self.assertEqual(code, 0, f"{path}\n{said[-3000:]}")
                 self.assertIn("\nOK", said)

@@ -1,8 +1,11 @@
 # Owner(s): ["oncall: pt2"]
 import json
+import unittest
 
 from patched_env import run_script
+from torch._inductor import config as inductor_config
 from torch.testing._internal.common_utils import run_tests, TestCase
+from torch.utils._triton import has_triton_package
 
 
 class TestRepros(TestCase):
@@ -16,6 +19,17 @@ class TestRepros(TestCase):
         found = json.loads(out)
         self.assertTrue(found["overlay"])
         self.assertEqual({cell["wrong"] for cell in found["cells"]}, {0})
+
+    @unittest.skipIf(not has_triton_package(), "needs Triton")
+    def test_random_stream(self):
+        code, out, err = run_script("repro_198333.py", "--interpreter", "--json")
+        four = not hasattr(inductor_config, "use_rand4x")
+        self.assertEqual(code, int(four), err)
+        plain = json.loads(out)["results"]
+        self.assertEqual(any(r["bad"] for r in plain), four)
+        code, out, err = run_script("repro_198333.py", "--interpreter", "--overlay")
+        self.assertEqual(code, 0, err)
+        self.assertIn(f"0 of {len(plain)} are wrong", out)
 
     def test_cannot_run(self):
         code, _, err = run_script("repro_190758.py", "--device", "nowhere")

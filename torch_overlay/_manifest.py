@@ -39,6 +39,13 @@ FEATURES: dict[str, Feature] = {
             values=("replay", "save"),
         ),
         Feature(
+            "rand4x",
+            "correctness",
+            "one random stream for every Triton kernel, four numbers at a time",
+            config="torch._inductor.config:rand_draw",
+            values=("quads", "words"),
+        ),
+        Feature(
             "remat",
             "memory",
             "copies recomputed values to their late uses in the backward",
@@ -54,7 +61,10 @@ RELEASES = versions()
 OVERLAY_MODULES = (
     "torch_overlay._functorch.config",
     "torch_overlay._functorch.partitioners",
+    "torch_overlay._inductor.config",
     "torch_overlay._inductor.choices",
+    "torch_overlay._inductor.codegen.triton",
+    "torch_overlay._inductor.optimize_indexing",
 )
 
 

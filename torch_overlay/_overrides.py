@@ -42,8 +42,9 @@ class Override:
     """A function of torch and what is called in its place.
 
     Attributes:
-        target: ``"module:function"`` or ``"module:Class.method"`` (a static method).
-        replacement: called as ``replacement(original, *args, **kwargs)``.
+        target: ``"module:function"`` or ``"module:Class.method"``.
+        replacement: called as ``replacement(original, *args, **kwargs)``; a method gets
+            its instance or class first.
         feature: the feature that turns it on.
         patch: the upstream pull request candidate that it belongs to.
         issue: the report that it answers.
@@ -164,7 +165,7 @@ def _resolve(target: str) -> Any:
     """The target's function, without binding it; None if there is none."""
     owner, name = _owner(target)
     found = inspect.getattr_static(owner, name, None)
-    return found.__func__ if isinstance(found, staticmethod) else found
+    return found.__func__ if isinstance(found, (staticmethod, classmethod)) else found
 
 
 def _live_mismatch(change: Override, root: Path) -> str:
@@ -351,7 +352,9 @@ def _put_wrapper(change: Override, binding: _Binding) -> None:
 
     binding.original, binding.wrapper = original, wrapper
     for owner, name, before in _holders(change.target, original):
-        put = staticmethod(wrapper) if isinstance(before, staticmethod) else wrapper
+        put = wrapper
+        if isinstance(before, (staticmethod, classmethod)):
+            put = type(before)(wrapper)
         binding.holders.append((owner, name, before, put))
         setattr(owner, name, put)
 

@@ -3,7 +3,8 @@
 ``patches/series`` names the patches in order.  Of each, ``patches/src/NAME.msg`` is
 written by hand (a mail: headers, then the pull request's text), and so is
 ``patches/src/NAME.diff`` with the hook hunks, which carry only as much context as a
-reader needs; ``@@ function`` or ``@@ Class.method`` says where they go.  Headers:
+reader needs; ``@@ function`` or ``@@ Class.method`` says where they go.  Hunks that
+only one release needs are in ``NAME.RELEASE.diff``.  Headers:
 
     Subject: [Component] Imperative
     Needs: patches of the series that it builds on, if any
@@ -77,7 +78,10 @@ def read_series(folder: Path = PATCHES) -> list[str]:
     return [line.removesuffix(".patch") for line in lines if line]
 
 
-def read_source(name: str, folder: Path = PATCHES) -> Source:
+def read_source(
+    name: str, folder: Path = PATCHES, release: str | None = None
+) -> Source:
+    """A patch's source, with the hunks that only ``release`` needs."""
     path = folder / "src" / f"{name}.msg"
     if not path.is_file():
         raise SeriesError(f"{name} is in patches/series but {path} is missing")
@@ -88,7 +92,14 @@ def read_source(name: str, folder: Path = PATCHES) -> Source:
         raise SeriesError(f"{path}: the subject must read '[Component] imperative'")
     if not re.search(r"^Fixes #\d+", body, re.M):
         raise SeriesError(f"{path}: the text must say 'Fixes #N'")
-    hooks = folder / "src" / f"{name}.diff"
+    hooks: dict[str, FileDiff] = {}
+    for file in (f"{name}.diff", f"{name}.{release}.diff"):
+        if (folder / "src" / file).is_file():
+            text = (folder / "src" / file).read_text(encoding="utf-8")
+            for diff in parse_diff(text):
+                known = hooks.get(diff.path)
+                hunks = (*(known.hunks if known else ()), *diff.hunks)
+                hooks[diff.path] = FileDiff(diff.path, diff.creates, hunks)
     return Source(
         name,
         subject,
@@ -96,7 +107,7 @@ def read_source(name: str, folder: Path = PATCHES) -> Source:
         tuple(str(mail.get("Needs", "")).split()),
         tuple(str(mail.get("Modules", "")).split()),
         tuple(str(mail.get("Tests", "")).split()),
-        parse_diff(hooks.read_text(encoding="utf-8")) if hooks.is_file() else (),
+        tuple(hooks.values()),
     )
 
 
@@ -225,7 +236,8 @@ class Exporter:
         """Patch name -> text of its mail, in the series' order."""
         names = read_series(self.folder)
         self.files.clear()
-        return {name: self.mail(read_source(name, self.folder)) for name in names}
+        release = self.tree.version.split("+")[0]
+        return {n: self.mail(read_source(n, self.folder, release)) for n in names}
 
     def mail(self, source: Source) -> str:
         try:

@@ -742,14 +742,15 @@ return ('v21',)""",
 @contextlib.contextmanager
 def one_draw_a_number():
     """Inductor's path that draws four numbers at once is off; see #198333."""
-    if hasattr(inductor_config, "use_rand4x"):
-        with inductor_config.patch(use_rand4x=False):
-            yield
-    else:
-        with mock.patch.object(
-            TritonOverrides, "_can_use_4x_random", staticmethod(lambda *args: False)
-        ):
-            yield
+    with contextlib.ExitStack() as stack:
+        if hasattr(inductor_config, "use_rand4x"):
+            stack.enter_context(inductor_config.patch(use_rand4x=False))
+        elif hasattr(TritonOverrides, "_can_use_4x_random"):
+            never = staticmethod(lambda *args: False)
+            stack.enter_context(
+                mock.patch.object(TritonOverrides, "_can_use_4x_random", never)
+            )
+        yield
 
 
 @unittest.skipIf(
