@@ -1,6 +1,9 @@
 # Owner(s): ["module: aotdispatch"]
 
+from unittest import mock
+
 import torch
+import torch._functorch.config as functorch_config
 import torch.fx as fx
 from torch._inductor import inductor_prims
 from torch._subclasses import FakeTensorMode
@@ -206,6 +209,16 @@ class TestReplay(TestCase):
             self.assertEqual(
                 refused, "is one of several devices that draw in this graph"
             )
+
+    def test_state_of_the_current_device_only(self):
+        with FakeTensorMode():
+            gm = traced(torch.rand_like, torch.empty(8, 8, device="cuda:1"))
+        node, devices = only_random(gm), random_devices(gm.graph)
+        with functorch_config.patch(graphsafe_rng_functionalization=False):
+            for current, refused in ((0, True), (1, False)):
+                with mock.patch.object(torch.cuda, "current_device", lambda: current):
+                    self.assertEqual(replay_refusal(node, devices) is not None, refused)
+        self.assertIsNone(replay_refusal(node, devices))
 
 
 if __name__ == "__main__":

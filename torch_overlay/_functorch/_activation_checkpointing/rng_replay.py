@@ -2,10 +2,10 @@
 
 After the joint graph is split, a random operator that stands in both halves is
 recomputed.  Each such pair, in forward order, goes to the partitioner's
-``functionalize_rng_ops``, as if a checkpoint had asked
-for the recompute: the forward saves the generator's state (or, on CUDA, draws from a
-generator that the backward follows) and the backward draws from that.  The global
-generator moves in the forward only.
+``functionalize_rng_ops``, as if a checkpoint had asked for the recompute: the forward
+saves the generator's state (or, on CUDA, draws from a generator that the backward
+follows) and the backward draws from that.  The global generator moves in the forward
+only.
 
 Answers pytorch/pytorch#190758 and pytorch/pytorch#190717.
 """
@@ -16,6 +16,7 @@ import logging
 
 import torch
 import torch.fx as fx
+from torch._functorch import config
 from torch.utils._ordered_set import OrderedSet
 from torch.utils.checkpoint import CheckpointPolicy
 
@@ -34,6 +35,17 @@ POLICIES = ("replay", "save")
 # Bytes of a saved generator state: Mersenne Twister on the CPU, Philox elsewhere.
 STATE_BYTES = {"cpu": 5056, "cuda": 16, "hpu": 16, "xpu": 16}
 NO_STATE = "draws from a generator whose state cannot be read and set"
+
+
+def _is_current_device_needed() -> bool:
+    """Whether a state is read and set by functions that know one device only."""
+    import torch._inductor.config as inductor_config
+
+    # The partitioner shares generators across CUDA graphs only under these.
+    return not config.graphsafe_rng_functionalization or (
+        inductor_config.fallback_random
+        and not inductor_config.test_configs.graphsafe_rng_func_ignores_fallback_random
+    )
 
 
 def random_devices(graph: fx.Graph) -> OrderedSet[torch.device]:
@@ -74,8 +86,14 @@ def replay_refusal(node: fx.Node, devices: OrderedSet[torch.device]) -> str | No
     if not has_tensors and not node.kwargs.get("device"):
         return "does not name its device"
     own = tensors_of(node.meta.get("val"))[0].device
-    if own.type != "cpu" and len(devices) > 1:
+    if own.type == "cpu":
+        return None
+    if len(devices) > 1:
         return "is one of several devices that draw in this graph"
+    if _is_current_device_needed():
+        current = torch.get_device_module(own).current_device()
+        if own.index not in (None, current):
+            return "draws on a device that is not the current one"
     return None
 
 
