@@ -25,10 +25,13 @@ import sys
 import tempfile
 import threading
 from pathlib import Path
-from typing import Any
+from typing import Any, TYPE_CHECKING
 
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 KEY = ("model", "layers", "seq", "batch", "dtype", "device", "backend", "method", "rng")
 RNG_POLICIES = ("off", "replay", "save")
@@ -73,28 +76,26 @@ def parse_budgets(text: str) -> list[float]:
     return sorted(set(budgets))
 
 
+def parse_names(text: str, accepted: Sequence[str], what: str) -> list[str]:
+    """The names of a comma list, each once."""
+    names = [name.strip() for name in text.split(",") if name.strip()]
+    unknown = [name for name in names if name not in accepted]
+    if unknown or not names:
+        raise argparse.ArgumentTypeError(
+            f"unknown {what} {', '.join(unknown) or repr(text)}; "
+            f"accepted are {', '.join(accepted)}"
+        )
+    return list(dict.fromkeys(names))
+
+
 def parse_methods(text: str) -> list[str]:
     from curve.methods import METHODS
 
-    names = [name.strip() for name in text.split(",") if name.strip()]
-    unknown = [name for name in names if name not in METHODS]
-    if unknown or not names:
-        raise argparse.ArgumentTypeError(
-            f"unknown method {', '.join(unknown) or repr(text)}; "
-            f"accepted are {', '.join(METHODS)}"
-        )
-    return list(dict.fromkeys(names))
+    return parse_names(text, METHODS, "method")
 
 
 def parse_rng(text: str) -> list[str]:
-    names = [name.strip() for name in text.split(",") if name.strip()]
-    unknown = [name for name in names if name not in RNG_POLICIES]
-    if unknown or not names:
-        raise argparse.ArgumentTypeError(
-            f"unknown policy {', '.join(unknown) or repr(text)}; "
-            f"accepted are {', '.join(RNG_POLICIES)}"
-        )
-    return list(dict.fromkeys(names))
+    return parse_names(text, RNG_POLICIES, "policy")
 
 
 def parser() -> argparse.ArgumentParser:

@@ -31,6 +31,14 @@ class TestRepros(TestCase):
         self.assertEqual(code, 0, err)
         self.assertIn(f"0 of {len(plain)} are wrong", out)
 
+    def test_knapsack(self):
+        code, out, err = run_script("repro_197871.py", "--json")
+        self.assertEqual(code, 1, err)
+        self.assertEqual(sum(r["bad"] for r in json.loads(out)["results"]), 8)
+        code, out, err = run_script("repro_197871.py", "--overlay")
+        self.assertEqual(code, 0, err)
+        self.assertIn("0 of 16 are wrong", out)
+
     def test_cannot_run(self):
         code, _, err = run_script("repro_190758.py", "--device", "nowhere")
         self.assertEqual(code, 2)

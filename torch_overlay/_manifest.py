@@ -46,6 +46,11 @@ FEATURES: dict[str, Feature] = {
             values=("quads", "words"),
         ),
         Feature(
+            "knapsack",
+            "correctness",
+            "knapsack solvers keep to the budget; the evaluator's peaks are right",
+        ),
+        Feature(
             "remat",
             "memory",
             "copies recomputed values to their late uses in the backward",
@@ -61,6 +66,8 @@ RELEASES = versions()
 OVERLAY_MODULES = (
     "torch_overlay._functorch.config",
     "torch_overlay._functorch.partitioners",
+    "torch_overlay._functorch._activation_checkpointing.knapsack",
+    "torch_overlay._functorch._activation_checkpointing.knapsack_evaluator",
     "torch_overlay._inductor.config",
     "torch_overlay._inductor.choices",
     "torch_overlay._inductor.codegen.triton",
