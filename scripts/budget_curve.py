@@ -33,7 +33,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-KEY = ("model", "layers", "seq", "batch", "dtype", "device", "backend", "method", "rng")
+KEY = (
+    *("model", "layers", "seq", "batch", "dtype", "device", "backend", "method"),
+    *("rng", "rand4x"),
+)
 RNG_POLICIES = ("off", "replay", "save")
 SIZE_OPTIONS = ("layers", "seq", "batch", "hidden", "inter", "heads", "kv_heads")
 FIELDS = (
@@ -151,7 +154,7 @@ def base_row(args: argparse.Namespace) -> dict[str, Any]:
     row.update({k: getattr(args, k) for k in SIZE_OPTIONS})
     if args.model_file is None:
         row.update(dataclasses.asdict(models.sizes_for(args.model, **sizes(args))))
-    row.update(device=args.device, backend=args.backend)
+    row.update(device=args.device, backend=args.backend, rand4x=args.rand4x)
     row["torch"] = metadata.version("torch")
     try:
         row["triton"] = metadata.version("triton")
@@ -208,7 +211,8 @@ class Store:
 
     def key(self, row: dict[str, Any]) -> tuple[Any, ...]:
         shape = ("hidden", "inter", "heads", "kv_heads", "vocab", "dropout", "torch")
-        row = {**row, "rng": row.get("rng") or "off"}
+        off = {"rng": row.get("rng") or "off", "rand4x": bool(row.get("rand4x"))}
+        row = {**row, **off}
         return tuple(row.get(k) for k in (*KEY, *shape, "budget"))
 
     def has(self, method: str, budget: float | None, rng: str = "off") -> bool:

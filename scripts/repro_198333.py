@@ -65,11 +65,7 @@ def interpret() -> list[dict[str, Any]]:
     here = Path(__file__).resolve().parent
     sys.path.insert(0, str(here.parent / "test" / "inductor"))
     import torch
-    from pretend_cuda import interpreted, triton_code
-
-    def layout(*shape: int, stride: tuple[int, ...] | None = None) -> torch.Tensor:
-        stride = stride or torch.empty(shape, device="meta").stride()
-        return torch.empty_strided(shape, stride, device="meta")
+    from pretend_cuda import interpreted, layout, triton_code
 
     def run(fn: Callable[..., Any], *likes: Any, **options: Any) -> torch.Tensor:
         code = triton_code(fn, *likes, **options)

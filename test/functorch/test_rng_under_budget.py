@@ -818,7 +818,10 @@ class TestRandomUnderBudgetCuda(TestCase):
         for budget in (0, 0.5):
             self.assertEqual(after(budget), after(1.0))
 
-    @unittest.skipIf(torch.cuda.device_count() < 2, "needs two CUDA devices")
+    @unittest.skipIf(
+        torch.cuda.device_count() < 2,
+        "needs two CUDA devices; on the CPU: TestReplay in test_recompute_safety.py",
+    )
     @torch_overlay.applied("rng")  # overlay only
     def test_other_devices(self):
         def both(x, y):

@@ -59,6 +59,12 @@ DEVICE = types.SimpleNamespace(
 )
 
 
+def layout(*shape, stride=None, dtype=torch.float32):
+    """A meta tensor; contiguous unless strides are given."""
+    stride = stride or torch.empty(shape, device="meta").stride()
+    return torch.empty_strided(shape, stride, dtype=dtype, device="meta")
+
+
 def always(value):
     return staticmethod(lambda *args, **kwargs: value)
 

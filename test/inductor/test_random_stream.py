@@ -30,7 +30,7 @@ if INTERPRETED:
     from torch_overlay._inductor.runtime import philox_helpers, philox_quads
 
     sys.path.insert(0, str(Path(__file__).resolve().parent))
-    from pretend_cuda import interpreted, triton_code
+    from pretend_cuda import interpreted, layout, triton_code
 
 
 def philox(seed, counter):
@@ -234,137 +234,136 @@ if INTERPRETED:
                 self.assertLess(abs(correlation), 5 / np.sqrt(n))
 
 
-def layout(*shape, stride=None, dtype=torch.float32):
-    stride = stride or torch.empty(shape, device="meta").stride()
-    return torch.empty_strided(shape, stride, dtype=dtype, device="meta")
-
-
-def drawn(*shape, normal=False):
-    """A function of x that adds a draw of a shape; x is zero."""
-    call = torch.randn if normal else torch.rand
-    return lambda x: x + call(shape, device=x.device)
-
-
-# Name -> (function of zeros, their layout, shape of the draw, what it makes of the
-# drawn numbers, Inductor options)
-PROGRAMS = {
-    "contiguous": (drawn(16, 36), layout(16, 36), (16, 36), None, {}),
-    "odd": (drawn(33, 7), layout(33, 7), (33, 7), None, {}),
-    "tiled": (
-        lambda x, y: x + y + torch.rand(16, 12, device=x.device),
-        (layout(16, 12), layout(16, 12, stride=(1, 16))),
-        (16, 12),
-        None,
-        {},
-    ),
-    "tiled, odd": (
-        lambda x, y: x + y + torch.rand(15, 11, device=x.device),
-        (layout(15, 11), layout(15, 11, stride=(1, 15))),
-        (15, 11),
-        None,
-        {},
-    ),
-    "tiled, normal": (
-        lambda x, y: x + y + torch.randn(16, 12, device=x.device),
-        (layout(16, 12), layout(16, 12, stride=(1, 16))),
-        (16, 12),
-        None,
-        {},
-    ),
-    "transposed": (drawn(16, 12), layout(16, 12, stride=(1, 16)), (16, 12), None, {}),
-    "transposed, odd": (
-        drawn(15, 11),
-        layout(15, 11, stride=(1, 15)),
-        (15, 11),
-        None,
-        {},
-    ),
-    "strided in 1-D": (
-        drawn(16, 12),
-        layout(16, 12, stride=(1, 16)),
-        (16, 12),
-        None,
-        {"triton.max_tiles": 1},
-    ),
-    "permuted": (
-        drawn(4, 12, 8),
-        layout(4, 12, 8, stride=(12, 1, 48)),
-        (4, 12, 8),
-        None,
-        {},
-    ),
-    "permuted in 1-D": (
-        drawn(4, 12, 8),
-        layout(4, 12, 8, stride=(12, 1, 48)),
-        (4, 12, 8),
-        None,
-        {"triton.max_tiles": 1},
-    ),
-    "permuted in 3-D": (
-        drawn(4, 12, 8),
-        layout(4, 12, 8, stride=(12, 1, 48)),
-        (4, 12, 8),
-        None,
-        {"triton.max_tiles": 3, "triton.prefer_nd_tiling": True},
-    ),
-    "persistent reduction": (
-        lambda x: (x + torch.rand(16, 64, device=x.device)).amax(-1),
-        layout(16, 64),
-        (16, 64),
-        lambda r: r.max(-1),
-        {},
-    ),
-    "looped reduction": (
-        lambda x: (x + torch.rand(2, 600, device=x.device)).amax(-1),
-        layout(2, 600),
-        (2, 600),
-        lambda r: r.max(-1),
-        {"triton.persistent_reductions": False},
-    ),
-    "looped reduction, odd": (
-        lambda x: (x + torch.rand(2, 515, device=x.device)).amax(-1),
-        layout(2, 515),
-        (2, 515),
-        lambda r: r.max(-1),
-        {"triton.persistent_reductions": False},
-    ),
-    "reduction of the outer axis": (
-        lambda x: (x + torch.rand(64, 16, device=x.device)).amax(0),
-        layout(64, 16),
-        (64, 16),
-        lambda r: r.max(0),
-        {},
-    ),
-    "normal": (drawn(16, 36, normal=True), layout(16, 36), (16, 36), None, {}),
-    "normal, transposed": (
-        drawn(16, 12, normal=True),
-        layout(16, 12, stride=(1, 16)),
-        (16, 12),
-        None,
-        {},
-    ),
-    "broadcast": (
-        drawn(16, 1),
-        layout(16, 12),
-        (16, 1),
-        lambda r: np.broadcast_to(r, (16, 12)),
-        {},
-    ),
-    "scalar": (
-        drawn(),
-        layout(64),
-        (),
-        lambda r: np.broadcast_to(r, (64,)),
-        {},
-    ),
-}
-BLOCKS = (
-    {"XBLOCK": 4, "YBLOCK": 4, "ZBLOCK": 2, "R0_BLOCK": 16},
-    {"XBLOCK": 32, "YBLOCK": 2, "ZBLOCK": 4, "R0_BLOCK": 256},
-)
-
-
 if INTERPRETED:
+
+    def drawn(*shape, normal=False):
+        """A function of x that adds a draw of a shape; x is zero."""
+        call = torch.randn if normal else torch.rand
+        return lambda x: x + call(shape, device=x.device)
+
+    # Name -> (function of zeros, their layout, shape of the draw, what it makes of the
+    # drawn numbers, Inductor options)
+    PROGRAMS = {
+        "contiguous": (drawn(16, 36), layout(16, 36), (16, 36), None, {}),
+        "odd": (drawn(33, 7), layout(33, 7), (33, 7), None, {}),
+        "tiled": (
+            lambda x, y: x + y + torch.rand(16, 12, device=x.device),
+            (layout(16, 12), layout(16, 12, stride=(1, 16))),
+            (16, 12),
+            None,
+            {},
+        ),
+        "tiled, odd": (
+            lambda x, y: x + y + torch.rand(15, 11, device=x.device),
+            (layout(15, 11), layout(15, 11, stride=(1, 15))),
+            (15, 11),
+            None,
+            {},
+        ),
+        "tiled, normal": (
+            lambda x, y: x + y + torch.randn(16, 12, device=x.device),
+            (layout(16, 12), layout(16, 12, stride=(1, 16))),
+            (16, 12),
+            None,
+            {},
+        ),
+        "transposed": (
+            drawn(16, 12),
+            layout(16, 12, stride=(1, 16)),
+            (16, 12),
+            None,
+            {},
+        ),
+        "transposed, odd": (
+            drawn(15, 11),
+            layout(15, 11, stride=(1, 15)),
+            (15, 11),
+            None,
+            {},
+        ),
+        "strided in 1-D": (
+            drawn(16, 12),
+            layout(16, 12, stride=(1, 16)),
+            (16, 12),
+            None,
+            {"triton.max_tiles": 1},
+        ),
+        "permuted": (
+            drawn(4, 12, 8),
+            layout(4, 12, 8, stride=(12, 1, 48)),
+            (4, 12, 8),
+            None,
+            {},
+        ),
+        "permuted in 1-D": (
+            drawn(4, 12, 8),
+            layout(4, 12, 8, stride=(12, 1, 48)),
+            (4, 12, 8),
+            None,
+            {"triton.max_tiles": 1},
+        ),
+        "permuted in 3-D": (
+            drawn(4, 12, 8),
+            layout(4, 12, 8, stride=(12, 1, 48)),
+            (4, 12, 8),
+            None,
+            {"triton.max_tiles": 3, "triton.prefer_nd_tiling": True},
+        ),
+        "persistent reduction": (
+            lambda x: (x + torch.rand(16, 64, device=x.device)).amax(-1),
+            layout(16, 64),
+            (16, 64),
+            lambda r: r.max(-1),
+            {},
+        ),
+        "looped reduction": (
+            lambda x: (x + torch.rand(2, 600, device=x.device)).amax(-1),
+            layout(2, 600),
+            (2, 600),
+            lambda r: r.max(-1),
+            {"triton.persistent_reductions": False},
+        ),
+        "looped reduction, odd": (
+            lambda x: (x + torch.rand(2, 515, device=x.device)).amax(-1),
+            layout(2, 515),
+            (2, 515),
+            lambda r: r.max(-1),
+            {"triton.persistent_reductions": False},
+        ),
+        "reduction of the outer axis": (
+            lambda x: (x + torch.rand(64, 16, device=x.device)).amax(0),
+            layout(64, 16),
+            (64, 16),
+            lambda r: r.max(0),
+            {},
+        ),
+        "normal": (drawn(16, 36, normal=True), layout(16, 36), (16, 36), None, {}),
+        "normal, transposed": (
+            drawn(16, 12, normal=True),
+            layout(16, 12, stride=(1, 16)),
+            (16, 12),
+            None,
+            {},
+        ),
+        "broadcast": (
+            drawn(16, 1),
+            layout(16, 12),
+            (16, 1),
+            lambda r: np.broadcast_to(r, (16, 12)),
+            {},
+        ),
+        "scalar": (
+            drawn(),
+            layout(64),
+            (),
+            lambda r: np.broadcast_to(r, (64,)),
+            {},
+        ),
+    }
+    BLOCKS = (
+        {"XBLOCK": 4, "YBLOCK": 4, "ZBLOCK": 2, "R0_BLOCK": 16},
+        {"XBLOCK": 32, "YBLOCK": 2, "ZBLOCK": 4, "R0_BLOCK": 256},
+    )
 
     class TestKernels(TestCase):
         def assertCanonical(self, name, expected=True, blocks=BLOCKS):

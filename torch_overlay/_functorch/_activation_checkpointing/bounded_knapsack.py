@@ -57,25 +57,29 @@ def check_instance(
                 )
 
 
-def _profile(items: Sequence[tuple[int, float]], capacity: int) -> torch.Tensor:
-    """Best runtime for every capacity from 0 to ``capacity`` units."""
+def _profile(
+    items: Sequence[tuple[int, float]],
+    capacity: int,
+    decisions: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Best runtime for every capacity from 0 to ``capacity`` units.
+
+    ``decisions[i, c]`` becomes whether item i is taken with capacity c, if given.
+    """
     best = torch.zeros(capacity + 1, dtype=torch.float64)
-    for weight, runtime in items:
+    for i, (weight, runtime) in enumerate(items):
         if weight <= capacity:
             taken = best[: capacity + 1 - weight] + runtime
+            if decisions is not None:
+                torch.gt(taken, best[weight:], out=decisions[i, weight:])
             torch.maximum(best[weight:], taken, out=best[weight:])
     return best
 
 
 def _by_table(items: Sequence[tuple[int, float]], capacity: int) -> list[int]:
     """Places of the items of a best choice, from a table of decisions."""
-    best = torch.zeros(capacity + 1, dtype=torch.float64)
     decisions = torch.zeros(len(items), capacity + 1, dtype=torch.bool)
-    for i, (weight, runtime) in enumerate(items):
-        if weight <= capacity:
-            taken = best[: capacity + 1 - weight] + runtime
-            torch.gt(taken, best[weight:], out=decisions[i, weight:])
-            torch.maximum(best[weight:], taken, out=best[weight:])
+    _profile(items, capacity, decisions)
     chosen = []
     for i in range(len(items) - 1, -1, -1):
         if decisions[i, capacity]:
@@ -138,9 +142,14 @@ def bounded_knapsack(
     check_instance(memory, runtimes, max_memory)
     weights = [math.ceil(m * SCALE - _NOISE) for m in memory]
     saved = solve_units(weights, runtimes, math.floor(max_memory * SCALE + _NOISE))
-    return _filled(
-        _trimmed(saved, memory, runtimes, max_memory), memory, runtimes, max_memory
-    )
+    if not _fits(saved, memory, max_memory):
+        saved = _trimmed(saved, memory, runtimes, max_memory)
+    return _filled(saved, memory, runtimes, max_memory)
+
+
+def _fits(saved: Sequence[int], memory: Sequence[float], max_memory: float) -> bool:
+    total = math.fsum(memory[i] for i in saved)
+    return total <= max_memory * (1 + _SUM_NOISE)
 
 
 def _trimmed(
@@ -151,12 +160,9 @@ def _trimmed(
 ) -> list[int]:
     """``saved`` without the least useful items that do not fit."""
     order = sorted(saved, key=lambda i: (runtimes[i] / (memory[i] or 1e-30), -i))
-    total = math.fsum(memory[i] for i in saved)
-    dropped = 0
-    while order[dropped:] and total > max_memory * (1 + _SUM_NOISE):
-        dropped += 1
-        total = math.fsum(memory[i] for i in order[dropped:])
-    return order[dropped:]
+    while not _fits(order, memory, max_memory):
+        del order[0]
+    return order
 
 
 def _filled(
@@ -165,13 +171,13 @@ def _filled(
     runtimes: Sequence[float],
     max_memory: float,
 ) -> Solution:
-    kept = set(saved)
+    kept, saved = set(saved), list(saved)
     total = math.fsum(memory[i] for i in saved)
     left = [i for i in range(len(memory)) if i not in kept and runtimes[i] > 0]
     for i in sorted(left, key=lambda i: (-runtimes[i], i)):
         if total + memory[i] <= max_memory:
             total += memory[i]
-            saved = [*saved, i]
+            saved.append(i)
     return _solution(saved, runtimes)
 
 
@@ -188,7 +194,7 @@ def within_budget(
     """
     check_instance(memory, runtimes, max_memory)
     found = solver(memory, runtimes, max_memory)
-    if math.fsum(memory[i] for i in found[1]) <= max_memory * (1 + _SUM_NOISE):
+    if _fits(found[1], memory, max_memory):
         return found
     return bounded_knapsack(memory, runtimes, max_memory)
 

@@ -11,17 +11,16 @@ if TYPE_CHECKING:
     import networkx as nx
 
 
-def missing_ancestors(
-    node: str, node_graph: nx.DiGraph[str], present: set[str]
-) -> list[str]:
-    """``node`` and the ancestors that its recompute needs, nearest first."""
-    found, waiting = [node], [node]
-    while waiting:
-        for source in node_graph.predecessors(waiting.pop(0)):
-            if source not in present and source not in found:
-                found.append(source)
-                waiting.append(source)
-    return found
+def recompute(node: str, node_graph: nx.DiGraph[str], present: set[str]) -> list[str]:
+    """``node`` and the ancestors that it needs, nearest first; all become present."""
+    present.add(node)
+    needed = [node]
+    for name in needed:
+        for source in node_graph.predecessors(name):
+            if source not in present:
+                present.add(source)
+                needed.append(source)
+    return needed
 
 
 @overrides(
@@ -43,13 +42,9 @@ def _get_backward_memory_from_topologically_sorted_graph(
     import networkx as nx
 
     # The graph is built from sets: its own order differs between processes (#196512).
-    provider = getattr(self._graph_info_provider, "graph_nodes_in_order", ())
-    place = {name: i for i, name in enumerate(provider)}
-    order = list(
-        nx.lexicographical_topological_sort(
-            node_graph, key=lambda n: (place.get(n, len(place)), n)
-        )
-    )
+    in_order = self._graph_info_provider.graph_nodes_in_order
+    place = {name: i for i, name in enumerate(in_order)}
+    order = list(nx.lexicographical_topological_sort(node_graph, key=place.__getitem__))
     present = set(saved_nodes_set)
     steps = [(peak_memory_after_forward_pass, "After the forward")]
 
@@ -58,8 +53,7 @@ def _get_backward_memory_from_topologically_sorted_graph(
 
     for node in reversed(order):
         if node not in present:
-            for needed in missing_ancestors(node, node_graph, present):
-                present.add(needed)
+            for needed in recompute(node, node_graph, present):
                 step(node_memories[needed], f"Recompute {needed} for {node}")
         step(-node_memories[node], f"Drop {node}")
     return steps

@@ -69,6 +69,16 @@ def argument_of(node: fx.Node, name: str) -> object:
     return None
 
 
+def is_tagged_random(target: object) -> bool:
+    return torch.Tag.nondeterministic_seeded in getattr(target, "tags", ())
+
+
+def is_in_backward(node: fx.Node) -> bool:
+    """Whether tracing put a joint graph's node into the backward."""
+    tag = node.meta.get("partitioner_tag")
+    return tag in ("is_backward", "must_be_in_backward")
+
+
 def draws_random_numbers(node: fx.Node) -> bool:
     """Whether a call draws from a generator.
 
@@ -77,9 +87,7 @@ def draws_random_numbers(node: fx.Node) -> bool:
     offset arguments.
     """
     target = node.target
-    if torch.Tag.nondeterministic_seeded not in getattr(target, "tags", ()):
-        return False
-    if getattr(target, "namespace", None) == "rngprims":
+    if not is_tagged_random(target) or getattr(target, "namespace", "") == "rngprims":
         return False
     dropout = argument_of(node, "dropout_p")
     if isinstance(dropout, fx.Node):
@@ -128,7 +136,7 @@ def _higher_order_hazard(node: fx.Node, allowed: Collection[str]) -> str | None:
         return "has effects"
     if name in _WRAPPERS_OF_MUTATION:
         inner = node.args[0]
-        if torch.Tag.nondeterministic_seeded in getattr(inner, "tags", ()):
+        if is_tagged_random(inner):
             return RANDOM
         if isinstance(inner, torch._ops.OpOverload):
             return _custom_operator_hazard(inner, allowed)

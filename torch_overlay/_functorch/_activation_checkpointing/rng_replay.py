@@ -25,6 +25,8 @@ from .recompute_safety import (
     argument_of,
     draws_random_numbers,
     is_collective,
+    is_in_backward,
+    is_tagged_random,
     seed_operators,
 )
 
@@ -109,11 +111,7 @@ def drop_dead_draws(graph: fx.Graph, subgraph: str | None) -> None:
     for node in reversed(graph.nodes):
         if node.op != "call_function" or node.users:
             continue
-        in_backward = node.meta.get("partitioner_tag") in (
-            "is_backward",
-            "must_be_in_backward",
-        )
-        foreign = in_backward == (subgraph == "forward")
+        foreign = is_in_backward(node) == (subgraph == "forward")
         if foreign and (draws_random_numbers(node) or is_collective(node.target)):
             graph.erase_node(node)
             dropped = True
@@ -141,7 +139,7 @@ def replay_recomputed_random_ops(
         if node.op != "call_function":
             continue
         if not draws_random_numbers(node):
-            if torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()):
+            if is_tagged_random(node.target):
                 # Some releases would share a state for attention without dropout.
                 node.meta.pop("recompute", None)
         elif all(node.name in half for half in halves):

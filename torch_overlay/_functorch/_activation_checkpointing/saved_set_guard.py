@@ -24,7 +24,7 @@ from torch.utils._ordered_set import OrderedSet
 from torch.utils.checkpoint import CheckpointPolicy
 
 from .graph_storage import graph_storages, tensor_bytes, tensors_of, written_arguments
-from .recompute_safety import COLLECTIVE, RANDOM, recompute_hazard
+from .recompute_safety import COLLECTIVE, is_in_backward, RANDOM, recompute_hazard
 from .rng_replay import (
     NO_STATE,
     POLICIES,
@@ -40,7 +40,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-_IN_BACKWARD = ("is_backward", "must_be_in_backward")
 _RECOMPUTE = (CheckpointPolicy.MUST_RECOMPUTE, CheckpointPolicy.PREFER_RECOMPUTE)
 
 
@@ -66,7 +65,7 @@ def inputs_written_later(joint_graph: fx.Graph) -> list[fx.Node]:
     inputs = [n for n in joint_graph.nodes if n.op == "placeholder"]
     written: OrderedSet[fx.Node] = OrderedSet()
     for node in joint_graph.nodes:
-        if node.meta.get("partitioner_tag") not in _IN_BACKWARD:
+        if not is_in_backward(node):
             written.update(n for n in written_arguments(node) if n.op == "placeholder")
     by_description = {n.meta["desc"]: n for n in inputs if "desc" in n.meta}
     for output in joint_graph.output_node().meta.get("desc", ()):
@@ -147,7 +146,7 @@ def mark_values_to_save(joint_graph: fx.Graph, node_info: NodeInfo) -> None:
         if (
             node.op == "call_function"
             and node_info.is_required_fw(node)
-            and node.meta.get("partitioner_tag") not in _IN_BACKWARD
+            and not is_in_backward(node)
         ):
             why = _why_saved(node, policy, devices, late_reads)
             if why is not None:

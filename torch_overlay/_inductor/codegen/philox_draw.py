@@ -12,6 +12,13 @@ if TYPE_CHECKING:
     from torch._inductor.codegen.common import CSEVariable
 
 
+def uses_philox_helpers() -> bool:
+    """Whether the kernel in hand draws from the stream of ``philox_helpers``."""
+    if config.align_random_eager or config.fallback_random:
+        return False
+    return V.graph.get_current_device_or_throw().type == "cuda"
+
+
 def philox_draw(kind: str, *arguments: CSEVariable | str | int) -> str | None:
     """Code of a draw by ``philox_helpers``, or None where another stream is due.
 
@@ -19,8 +26,6 @@ def philox_draw(kind: str, *arguments: CSEVariable | str | int) -> str | None:
         kind: "rand", "randn" or "randint64".
         arguments: seed, logical offset, and what else the helper takes.
     """
-    if config.align_random_eager or config.fallback_random:
-        return None
-    if V.graph.get_current_device_or_throw().type != "cuda":
+    if not uses_philox_helpers():
         return None
     return f"philox_helpers.{kind}({', '.join(map(str, arguments))})"

@@ -16,7 +16,7 @@ from torch._inductor.codegen.simd import IterationRangesRoot
 from torch._inductor.virtualized import V
 from torch.utils._sympy.functions import FloorDiv, Identity, ModularIndexing
 
-from .philox_draw import philox_draw
+from .philox_draw import uses_philox_helpers
 
 
 if TYPE_CHECKING:
@@ -162,7 +162,7 @@ def quad_axis(kernel: TritonKernel, offset: sympy.Expr) -> tuple[int, bool] | No
 def quad_draw(kind: str, seed: CSEVariable, offset: CSEVariable) -> str | None:
     """Code of a draw by ``philox_quads``, or None where offsets come in no quads."""
     expr = getattr(offset, "index_expr", None)
-    if config.rand_draw != "quads" or expr is None or philox_draw(kind) is None:
+    if config.rand_draw != "quads" or expr is None or not uses_philox_helpers():
         return None
     found = quad_axis(V.kernel, V.kernel.prepare_indexing(expr))
     if found is None:

@@ -13,6 +13,16 @@ if TYPE_CHECKING:
     from torch._inductor.codegen.common import CSEVariable
 
 
+def _draw(
+    kind: str, original: Callable[..., str], seed: CSEVariable, offset: CSEVariable
+) -> str:
+    from .philox_draw import philox_draw
+    from .quad_axis import quad_draw
+
+    draw = quad_draw(kind, seed, offset) or philox_draw(kind, seed, offset)
+    return draw or original(seed, offset)
+
+
 @overrides(
     "torch._inductor.codegen.triton:TritonOverrides.rand",
     feature="rand4x",
@@ -20,14 +30,7 @@ if TYPE_CHECKING:
     issue="pytorch/pytorch#198333",
 )
 def rand(original: Callable[..., str], seed: CSEVariable, offset: CSEVariable) -> str:
-    from .philox_draw import philox_draw
-    from .quad_axis import quad_draw
-
-    return (
-        quad_draw("rand", seed, offset)
-        or philox_draw("rand", seed, offset)
-        or original(seed, offset)
-    )
+    return _draw("rand", original, seed, offset)
 
 
 @overrides(
@@ -37,14 +40,7 @@ def rand(original: Callable[..., str], seed: CSEVariable, offset: CSEVariable) -
     issue="pytorch/pytorch#198333",
 )
 def randn(original: Callable[..., str], seed: CSEVariable, offset: CSEVariable) -> str:
-    from .philox_draw import philox_draw
-    from .quad_axis import quad_draw
-
-    return (
-        quad_draw("randn", seed, offset)
-        or philox_draw("randn", seed, offset)
-        or original(seed, offset)
-    )
+    return _draw("randn", original, seed, offset)
 
 
 @overrides(
