@@ -107,6 +107,11 @@ class TestApply(OverlayCase):
             with torch_overlay.applied(feature):
                 self.assertEqual(functorch_config.use_site_remat, value)
 
+    def test_value_sets_no_other_key(self):
+        with torch_overlay.applied("rng=save"):
+            self.assertEqual(functorch_config.rng_recompute, "save")
+            self.assertEqual(functorch_config.recomputable_custom_ops, [])
+
     def test_config_key_is_a_real_entry(self):
         with torch_overlay.applied("remat"):
             before = functorch_config.get_hash()

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from . import _cache_tag, _overrides
 from ._errors import MismatchError, OverlayError
 from ._manifest import FEATURES, load, RELEASES
-from ._overrides import ConfigKey, DECLARED, mismatch_message, Status
+from ._overrides import DECLARED, mismatch_message, Status
 
 
 if TYPE_CHECKING:
@@ -178,8 +178,8 @@ def _switch_on(wanted: dict[str, str], warn: bool) -> None:
     todo = [c for c in changes if c.target in here]
     try:
         for change in todo:
-            value = new[change.feature] if isinstance(change, ConfigKey) else None
-            _overrides.bind(change, value)
+            chosen = FEATURES[change.feature].config == change.target
+            _overrides.bind(change, new[change.feature] if chosen else None)
         _cache_tag.set_tag(_tag_names({**_active, **new}))
         _active.update(new)
     except BaseException:
