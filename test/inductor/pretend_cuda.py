@@ -87,6 +87,7 @@ def pretend_cuda():
         (torch.cuda, "device_count", lambda: 1),
         (torch.cuda, "_lazy_init", lambda: None),
         (CudaInterface, "is_available", always(True)),
+        (CudaInterface, "is_bf16_supported", always(True)),
         (CudaInterface, "is_triton_capable", always(True)),
         (CudaInterface, "current_device", always(0)),
         (CudaInterface, "device_count", always(1)),

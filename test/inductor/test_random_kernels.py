@@ -319,6 +319,22 @@ class TestCuda(TestCase):
             self.assertEqual(found, right.amax(-1), rtol=0, atol=0)
 
     @torch_overlay.applied("rand4x")  # overlay only
+    def test_combo_and_block_pointer_kernels(self):
+        def drawn(x):
+            return x + torch.rand(x.shape, device=x.device)
+
+        for shape in ((512, 384), (511, 383)):
+            x = torch.zeros(shape, device="cuda")
+            turned = torch.zeros(shape[::-1], device="cuda").t()
+            right = self.compiled(drawn, x)
+            options = {"combo_kernels": True, "benchmark_combo_kernel": False}
+            pair = self.compiled(lambda x, y: (drawn(x), y.sin()), x, turned, **options)
+            self.assertEqual(pair[0], right, rtol=0, atol=0)
+            options = {"triton.use_block_ptr": True}
+            tiled = self.compiled(lambda x, y: drawn(x) + y, x, turned, **options)
+            self.assertEqual(tiled, right, rtol=0, atol=0)
+
+    @torch_overlay.applied("rand4x")  # overlay only
     def test_template_epilogue(self):
         def fn(x, y):
             return (x @ y) * (torch.rand(384, 1024, device=x.device) > 0.5)
