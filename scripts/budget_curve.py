@@ -6,9 +6,10 @@
         --out out/curve.json
     python scripts/budget_curve.py --measure --device cuda --out out/curve.json
 
---predict compiles no kernel: Inductor lowers each graph up to its own memory estimate.
---measure trains on a CUDA device.  Rows are written after every job, as a JSON list;
---resume keeps the good ones of an earlier run.  The plot goes beside the rows as PNG.
+--predict compiles no kernel: Inductor lowers each graph up to its own memory estimate,
+with --device cuda for a pretend CUDA device.  --measure trains on a real one.  Rows are
+written after every job, as a JSON list; --resume keeps the good ones of an earlier run.
+The plot goes beside the rows as PNG.
 Exit code 0, 1 if some job failed (its row carries the error), 2 if nothing could run.
 """
 
@@ -37,6 +38,7 @@ KEY = (
     *("model", "layers", "seq", "batch", "dtype", "device", "backend", "method"),
     *("rng", "rand4x"),
 )
+MODELS = ("llama", "bert", "gpt2", "vit", "mlp", "moe", "unet")
 RNG_POLICIES = ("off", "replay", "save")
 SIZE_OPTIONS = ("layers", "seq", "batch", "hidden", "inter", "heads", "kv_heads")
 FIELDS = (
@@ -109,7 +111,7 @@ def parser() -> argparse.ArgumentParser:
     what.add_argument("--predict", action="store_true", help="no kernel is compiled")
     what.add_argument("--measure", action="store_true", help="train on a CUDA device")
     what.add_argument("--worker", help=argparse.SUPPRESS)
-    p.add_argument("--model", choices=("llama", "bert", "gpt2", "vit", "mlp"))
+    p.add_argument("--model", choices=MODELS)
     p.add_argument("--model-file", metavar="FILE.py:FUNCTION")
     for name in SIZE_OPTIONS:
         p.add_argument(f"--{name.replace('_', '-')}", type=int)
@@ -133,6 +135,9 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--backend", choices=("inductor", "aot_eager"), default="inductor")
     p.add_argument("--device", choices=("cpu", "cuda"))
     p.add_argument("--jobs", type=int, default=2, help="worker processes at once")
+    p.add_argument(
+        "--lock", type=Path, help="lock file shared by runs that measure on one device"
+    )
     p.add_argument("--out", type=Path, default=Path("out/curve.json"))
     p.add_argument("--resume", action="store_true")
     return p
@@ -184,8 +189,9 @@ def plan_jobs(args: argparse.Namespace) -> list[dict[str, Any]]:
         points = [[[m, b]] for b in args.budgets for m in swept]
     else:
         share = max(1, min(args.jobs, len(args.budgets)))
+        size = -(-len(args.budgets) // share)  # neighbours often save the same
         points = [
-            [[m, b] for b in args.budgets[i::share] for m in swept]
+            [[m, b] for b in args.budgets[i * size : (i + 1) * size] for m in swept]
             for i in range(share if swept else 0)
         ]
     points += [[[m, None]] for m in fixed]
@@ -338,11 +344,11 @@ def worker(args: argparse.Namespace) -> int:
 
         torch_overlay.apply("rand4x")
     if job["measure"]:
-        return _measure_points(points, build, args, job["lock"])
+        return _measure_points(points, build, args, job)
     return _predict_points(points, build, args)
 
 
-def _measure_points(points: Any, build: Any, args: Any, lock: str) -> int:
+def _measure_points(points: Any, build: Any, args: Any, job: dict[str, Any]) -> int:
     from curve.measure import measure
     from curve.methods import BUDGET_METHODS
 
@@ -350,11 +356,12 @@ def _measure_points(points: Any, build: Any, args: Any, lock: str) -> int:
 
     for method, budget in points:
         try:
-            feature = BUDGET_METHODS.get(method)
-            if feature is not None:
-                torch_overlay.apply(feature)
+            features = BUDGET_METHODS.get(method, ())
+            if features:
+                torch_overlay.apply(*features)
             model, inputs = build()
-            fields = measure(model, inputs, method, budget, args.backend, lock)
+            files = (job["lock"], job["reference"])
+            fields = measure(model, inputs, method, budget, args.backend, *files)
         except Exception as error:
             fields = {"error": f"{type(error).__name__}: {error}"}
         emit(method, budget, **fields)
@@ -372,7 +379,7 @@ def _predict_points(points: Any, build: Any, args: Any) -> int:
         emit("eager", None, error="eager has no graph to predict from; use --measure")
         return 0
     if any(BUDGET_METHODS.get(m) for m, _ in points):
-        torch_overlay.apply("remat")
+        torch_overlay.apply("remat", "boundaries")
     model, inputs = build()
     if fixed:
         use_checkpointing(model, fixed[0])
@@ -384,7 +391,7 @@ def _predict_points(points: Any, build: Any, args: Any) -> int:
             fields = dataclasses.asdict(result)
         emit(point.method, wanted[point], **fields)
 
-    predict(model, inputs, list(wanted), args.backend, done)
+    predict(model, inputs, list(wanted), args.backend, done, args.device)
     return 0
 
 
@@ -404,8 +411,6 @@ def main(argv: list[str] | None = None) -> int:
         p.error("--jobs must be at least 1")
     if args.measure and args.device != "cuda":
         p.error("--measure needs --device cuda; use --predict on a CPU-only machine")
-    if args.predict and args.device != "cpu":
-        p.error("--predict lowers for cpu; leave --device out")
     if args.measure:
         import torch
 
@@ -425,7 +430,9 @@ def curve(args: argparse.Namespace, given: list[str]) -> int:
     jobs = [j for j in jobs if j["points"]]
     with tempfile.TemporaryDirectory() as folder:
         for job in jobs:
-            job.update(measure=args.measure, lock=str(Path(folder, "measure.lock")))
+            job["measure"] = args.measure
+            job["lock"] = str(args.lock or Path(folder, "measure.lock"))
+            job["reference"] = str(Path(folder, f"gradients.{job['rng']}"))
         forwarded = [a for a in given if a not in ("--predict", "--measure")]
         interrupted = False
         try:

@@ -45,9 +45,11 @@ class TestArguments(TestCase):
     def test_bad_calls_say_what_is_accepted(self):
         for args, message in [
             (["--predict", "--rng", "keep"], "accepted are off, replay, save"),
-            (["--predict", "--methods", "best"], "accepted are stock, light, all, ac1"),
+            (
+                ["--predict", "--methods", "best"],
+                "accepted are stock, light, all, boundaries, memory, ac1",
+            ),
             (["--predict", "--jobs", "0"], "--jobs must be at least 1"),
-            (["--predict", "--device", "cuda"], "leave --device out"),
             (["--measure", "--device", "cpu"], "use --predict on a CPU-only machine"),
             ([], "one of the arguments --predict --measure is required"),
             (

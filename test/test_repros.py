@@ -39,6 +39,14 @@ class TestRepros(TestCase):
         self.assertEqual(code, 0, err)
         self.assertIn("0 of 16 are wrong", out)
 
+    def test_peak_memory(self):
+        code, out, err = run_script("repro_197838.py", "--device", "cpu", "--json")
+        self.assertEqual(code, 1, err)
+        self.assertEqual(sum(r["bad"] for r in json.loads(out)["results"]), 3)
+        code, out, err = run_script("repro_197838.py", "--device", "cpu", "--overlay")
+        self.assertEqual(code, 0, err)
+        self.assertIn("0 of 8 rise", out)
+
     def test_cannot_run(self):
         code, _, err = run_script("repro_190758.py", "--device", "nowhere")
         self.assertEqual(code, 2)

@@ -22,8 +22,14 @@ _held: dict[str, int] = {}
 _kept: dict[str, str] = {}
 
 
+_TIERS = {"1": "correctness", "memory": "memory"}
+
+
 def parse_features(spec: str) -> tuple[str, ...]:
-    """Features named by a ``TORCH_OVERLAY`` text: "1", or a list with commas.
+    """Features named by a ``TORCH_OVERLAY`` text: a list with commas.
+
+    "1" stands for all correctness features, "memory" for all memory features; what is
+    also named by itself has the value given there.
 
     Raises:
         OverlayError: an unknown feature or value; says what is accepted.
@@ -31,11 +37,11 @@ def parse_features(spec: str) -> tuple[str, ...]:
     names = [part.strip() for part in spec.split(",") if part.strip()]
     if names == ["0"]:
         return ()
-    if names == ["1"]:
-        names = [f.name for f in FEATURES.values() if f.tier == "correctness"]
-    for name in names:
-        _split(name)
-    return tuple(names)
+    named = [name for name in names if name not in _TIERS]
+    given = [_split(name)[0] for name in named]
+    tiers = [_TIERS[name] for name in names if name in _TIERS]
+    whole = [f.name for f in FEATURES.values() if f.tier in tiers]
+    return (*(name for name in whole if name not in given), *named)
 
 
 def _split(feature: str) -> tuple[str, str]:
@@ -44,7 +50,8 @@ def _split(feature: str) -> tuple[str, str]:
         raise OverlayError(
             f"unknown feature {name!r}; accepted are "
             + ", ".join(sorted(FEATURES))
-            + ", or TORCH_OVERLAY=1 for all correctness features"
+            + ", or, in TORCH_OVERLAY, 1 for all correctness and memory for all memory "
+            "features"
         )
     values = FEATURES[name].values
     if value and value not in values:

@@ -15,7 +15,7 @@ class Feature:
     Attributes:
         name: as written in ``TORCH_OVERLAY`` and ``apply``.
         tier: "correctness" features are on with ``TORCH_OVERLAY=1``; "memory" features
-            are opt-in.
+            are opt-in, all of them with ``TORCH_OVERLAY=memory``.
         summary: one line.
         config: config key that holds the feature's value, or None.
         values: what ``name=value`` accepts; the first is meant by ``name`` alone.
@@ -56,6 +56,11 @@ FEATURES: dict[str, Feature] = {
             "copies recomputed values to their late uses in the backward",
             config="torch._functorch.config:use_site_remat",
             values=("light", "all", "off"),
+        ),
+        Feature(
+            "boundaries",
+            "memory",
+            "saves narrow cuts of the forward beside what the budget saves",
         ),
     )
 }

@@ -18,7 +18,7 @@ import threading
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import ModuleType
+from types import FunctionType, ModuleType
 from typing import Any, TYPE_CHECKING
 
 from . import _pins
@@ -50,6 +50,7 @@ class Override:
         issue: the report that it answers.
         fingerprints: release -> sha256 of the target's source, or None where the
             release needs no such change.
+        key: name of the change; the target, and the feature if another one was first.
     """
 
     target: str
@@ -58,6 +59,7 @@ class Override:
     patch: str
     issue: str
     fingerprints: Mapping[str, str | None]
+    key: str
 
 
 @dataclass(frozen=True)
@@ -70,6 +72,10 @@ class ConfigKey:
     feature: str
     patch: str
     issue: str
+
+    @property
+    def key(self) -> str:
+        return self.target
 
 
 @dataclass(frozen=True)
@@ -100,6 +106,8 @@ class _Binding:
 
 DECLARED: dict[str, Override | ConfigKey] = {}
 LOCK = threading.RLock()
+# Attribute of a wrapper that leads to its binding.
+_WRAPS = "_torch_overlay_binding"
 # Held while wrappers are put in place or taken away; never across an import.
 _PLACING = threading.RLock()
 _bindings: dict[str, _Binding] = {}
@@ -114,15 +122,19 @@ def overrides(
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Declare the decorated function as the replacement of ``target``.
 
-    The sources that it was written against are in ``pins.json``.
+    The sources that it was written against are in ``pins.json``.  Several features may
+    change one target; the one that is applied last is called first.
 
     Raises:
-        OverlayError: ``target`` is declared twice or is not ``"module:function"``.
+        OverlayError: a feature declares ``target`` twice, or it is not
+            ``"module:function"``.
     """
 
     def declare(replacement: Callable[..., Any]) -> Callable[..., Any]:
         known = _pins.fingerprints(target)
-        _declare(Override(target, replacement, feature, patch, issue, known))
+        taken = target in DECLARED and DECLARED[target].feature != feature
+        key = f"{target} ({feature})" if taken else target
+        _declare(Override(target, replacement, feature, patch, issue, known, key))
         return replacement
 
     return declare
@@ -146,9 +158,9 @@ def _declare(change: Override | ConfigKey) -> None:
         raise OverlayError(
             f"{change.target!r} is not a target: write it as 'module:name'"
         )
-    if change.target in DECLARED:
-        raise OverlayError(f"{change.target} is declared twice")
-    DECLARED[change.target] = change
+    if change.key in DECLARED:
+        raise OverlayError(f"{change.key} is declared twice")
+    DECLARED[change.key] = change
 
 
 def _owner(target: str) -> tuple[Any, str]:
@@ -204,9 +216,9 @@ def verify_one(change: Override | ConfigKey, release: str) -> Status:
         return _verify_config(change)
     state, detail, found = "verified", "", None
     known = tuple(dict.fromkeys(h for h in change.fingerprints.values() if h))
-    if change.target in _bindings:
+    if change.key in _bindings:
         state = "applied"
-        if _bindings[change.target].wrapper is None:
+        if _bindings[change.key].wrapper is None:
             detail = "takes its place when its module is imported"
     elif release in change.fingerprints and change.fingerprints[release] is None:
         state = "not in this release"
@@ -238,7 +250,7 @@ def _verify_config(change: ConfigKey) -> Status:
     module, name = change.target.split(":")
     entries = getattr(importlib.import_module(module), "_config", None)
     state, detail = "verified", ""
-    if change.target in _bindings:
+    if change.key in _bindings:
         state = "applied"
     elif entries is None:
         state, detail = "mismatch", f"{module} is not a config module"
@@ -281,7 +293,7 @@ def mismatch_message(rows: Sequence[Status], version: str, releases: str) -> str
 
 def bind(change: Override | ConfigKey, default: Any = None) -> None:
     """Put one change in place.  A second call is a no-op."""
-    if change.target in _bindings:
+    if change.key in _bindings:
         return
     if isinstance(change, ConfigKey):
         _bind_config(change, default)
@@ -291,21 +303,21 @@ def bind(change: Override | ConfigKey, default: Any = None) -> None:
 
 def unbind(change: Override | ConfigKey) -> None:
     """Take one change back.  A call without a binding is a no-op."""
-    binding = _bindings.get(change.target)
+    binding = _bindings.get(change.key)
     if binding is None:
         return
     if isinstance(change, ConfigKey):
         module, name = _config_entry_place(change.target)
         module._config.pop(name, None)
         forget_config_caches(module)
-        del _bindings[change.target]
+        del _bindings[change.key]
         return
     with _PLACING:
         binding.active = False
         for owner, name, before, put in reversed(binding.holders):
             if vars(owner).get(name) is put:
-                setattr(owner, name, before)
-        del _bindings[change.target]
+                setattr(owner, name, _without_inactive(before))
+        del _bindings[change.key]
 
 
 def is_bound(target: str) -> bool:
@@ -315,12 +327,13 @@ def is_bound(target: str) -> bool:
 def get_original(target: str) -> Any:
     """The function that an applied override calls; the live one if none is applied."""
     live = _resolve(target)
-    binding = _bindings.get(target)
-    return live if binding is None else binding.original
+    while isinstance(live, FunctionType) and _WRAPS in vars(live):
+        live = vars(live)[_WRAPS].original
+    return live
 
 
 def _bind_function(change: Override) -> None:
-    binding = _bindings[change.target] = _Binding(None, None)
+    binding = _bindings[change.key] = _Binding(None, None)
     module = change.target.split(":")[0]
     if loaded(module) is not None:
         with _PLACING:
@@ -334,7 +347,7 @@ def _bind_function(change: Override) -> None:
 
     def imported() -> None:
         with _PLACING:
-            if _bindings.get(change.target) is binding:
+            if _bindings.get(change.key) is binding:
                 _put_wrapper(change, binding)
 
     on_import(module, imported)
@@ -351,12 +364,23 @@ def _put_wrapper(change: Override, binding: _Binding) -> None:
         return change.replacement(original, *args, **kwargs)
 
     binding.original, binding.wrapper = original, wrapper
+    setattr(wrapper, _WRAPS, binding)
     for owner, name, before in _holders(change.target, original):
         put = wrapper
         if isinstance(before, (staticmethod, classmethod)):
             put = type(before)(wrapper)
         binding.holders.append((owner, name, before, put))
         setattr(owner, name, put)
+
+
+def _without_inactive(held: Any) -> Any:
+    """What stood in a place, below wrappers that were taken back meanwhile."""
+    while isinstance(held, FunctionType) and _WRAPS in vars(held):
+        binding = vars(held)[_WRAPS]
+        if binding.active:
+            break
+        held = binding.original
+    return held
 
 
 def _holders(target: str, original: Any) -> list[tuple[Any, str, Any]]:
@@ -390,7 +414,7 @@ def _bind_config(change: ConfigKey, default: Any) -> None:
         ),
         name,
     )
-    _bindings[change.target] = _Binding(None, None)
+    _bindings[change.key] = _Binding(None, None)
     module._config[name] = entry
     forget_config_caches(module)
 

@@ -7,6 +7,7 @@ import dataclasses
 import gc
 import statistics
 import time
+from pathlib import Path
 from typing import Any, TYPE_CHECKING
 
 import torch
@@ -16,7 +17,7 @@ from filelock import FileLock
 
 from . import models
 from .methods import BUDGET_METHODS, use_checkpointing
-from .observe import ObservingPartitioner, Prediction, remat_mode
+from .observe import method_settings, ObservingPartitioner, Prediction
 
 
 if TYPE_CHECKING:
@@ -46,14 +47,25 @@ def _step(run: Callable[..., torch.Tensor], inputs: dict[str, torch.Tensor]) -> 
 
 
 def _reference(
-    model: torch.nn.Module, inputs: dict[str, torch.Tensor], dropout: bool, backend: str
+    model: torch.nn.Module,
+    inputs: dict[str, torch.Tensor],
+    dropout: bool,
+    backend: str,
+    path: str,
 ) -> list[torch.Tensor]:
-    """Gradients of eager, or of budget 1.0 where a seed draws other masks compiled."""
-    run = torch.compile(model, backend=backend) if dropout else model
-    torch.manual_seed(SEED)
-    with functorch_config.patch(activation_memory_budget=1.0):
-        _step(run, inputs)
-    found = [g.cpu() for g in _gradients(model)]
+    """Gradients of eager, or of budget 1.0 where a seed draws other masks compiled.
+
+    The first worker of a run leaves them at ``path`` for the others.
+    """
+    with FileLock(f"{path}.lock"):
+        if Path(path).exists():
+            return torch.load(path)
+        run = torch.compile(model, backend=backend) if dropout else model
+        torch.manual_seed(SEED)
+        with functorch_config.patch(activation_memory_budget=1.0):
+            _step(run, inputs)
+        found = [g.cpu() for g in _gradients(model)]
+        torch.save(found, path)
     model.zero_grad(set_to_none=False)
     torch._dynamo.reset()
     return found
@@ -92,6 +104,7 @@ def measure(
     budget: float | None,
     backend: str,
     lock: str,
+    reference_path: str,
 ) -> dict[str, Any]:
     """Train a step on CUDA and return the measured fields of a row.
 
@@ -102,13 +115,14 @@ def measure(
     model, inputs = model.to(device), {k: v.to(device) for k, v in inputs.items()}
     # Some machines carry a cuDNN older than this torch was built for.
     torch.backends.cuda.enable_cudnn_sdp(False)
-    reference = _reference(model, inputs, models.has_dropout(model), backend)
+    dropout = models.has_dropout(model)
+    reference = _reference(model, inputs, dropout, backend, reference_path)
     if method not in (*BUDGET_METHODS, "eager"):
         use_checkpointing(model, method)
     compiled = model if method == "eager" else torch.compile(model, backend=backend)
     seen = Prediction()
     settings = contextlib.ExitStack()
-    settings.enter_context(remat_mode(method))
+    settings.enter_context(method_settings(method))
     if budget is not None:
         settings.enter_context(functorch_config.patch(activation_memory_budget=budget))
     if backend == "inductor":

@@ -19,11 +19,14 @@ if TYPE_CHECKING:
     from torch import nn
 
 
-# Methods that run at every budget, with the feature that each needs.
-BUDGET_METHODS: dict[str, str | None] = {
-    "stock": None,
-    "light": "remat=light",
-    "all": "remat=all",
+# Methods that run at every budget, with the features that each needs; "memory" is what
+# TORCH_OVERLAY=memory turns on.
+BUDGET_METHODS: dict[str, tuple[str, ...]] = {
+    "stock": (),
+    "light": ("remat=light",),
+    "all": ("remat=all",),
+    "boundaries": ("boundaries",),
+    "memory": ("remat=light", "boundaries"),
 }
 FIXED_METHODS = ("ac1", "ac2", "sac-attn", "sac-mm", "eager")
 METHODS = (*BUDGET_METHODS, *FIXED_METHODS)

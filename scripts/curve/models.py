@@ -37,13 +37,16 @@ class Sizes:
 
 
 # The published setup where there is one (llama, bert), its scale for the others.  For
-# vit, ``seq`` is the number of patches and must be a square number.
+# vit and unet, ``seq`` is the number of patches or pixels and must be a square number.
+# ``heads`` is the number of experts of moe; ``layers`` the number of unet's levels.
 DEFAULTS: dict[str, Sizes] = {
     "llama": Sizes(32, 256, 688, 8, 2, 1024),
     "bert": Sizes(32, 192, 768, 3, 2, 1024, dropout=0.1),
     "gpt2": Sizes(32, 256, 1024, 8, 2, 1024),
     "vit": Sizes(32, 192, 768, 3, 8, 196),
     "mlp": Sizes(16, 256, 1024, 1, 2, 256),
+    "moe": Sizes(12, 256, 512, 4, 2, 1024),
+    "unet": Sizes(4, 32, 64, 8, 4, 4096),
 }
 
 
@@ -92,6 +95,80 @@ class Mlp(nn.Module):
         for layer in self.layers:
             x = layer(x)
         return x
+
+
+class Experts(nn.Module):
+    """``x + sum of w * mlp(n)`` over experts; the two largest weights are kept."""
+
+    def __init__(self, s: Sizes) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(s.hidden)
+        self.router = nn.Linear(s.hidden, s.heads, bias=False)
+        scale = s.hidden**-0.5
+        self.up = nn.Parameter(torch.randn(s.heads, s.hidden, s.inter) * scale)
+        self.down = nn.Parameter(torch.randn(s.heads, s.inter, s.hidden) * scale)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        n = self.norm(x).flatten(0, -2)
+        weights = self.router(n).softmax(-1)
+        top = weights.topk(2, -1)
+        kept = torch.zeros_like(weights).scatter(-1, top.indices, top.values)
+        found = nn.functional.gelu(n @ self.up) @ self.down
+        return x + (found * kept.t().unsqueeze(-1)).sum(0).view_as(x)
+
+
+class Moe(nn.Module):
+    """A stack of :class:`Experts`; input (batch, seq, hidden)."""
+
+    def __init__(self, s: Sizes) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Experts(s) for _ in range(s.layers))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+class Convolutions(nn.Sequential):
+    """Two convolutions, each normalized in groups and activated."""
+
+    def __init__(self, before: int, after: int, groups: int) -> None:
+        super().__init__(
+            nn.Conv2d(before, after, 3, padding=1),
+            nn.GroupNorm(groups, after),
+            nn.SiLU(),
+            nn.Conv2d(after, after, 3, padding=1),
+            nn.GroupNorm(groups, after),
+            nn.SiLU(),
+        )
+
+
+class Unet(nn.Module):
+    """Halves the picture and doubles the channels level by level, and back up.
+
+    Every level's result is kept for the way up, so no point of the forward is narrow.
+    Input (batch, 3, side, side); output (batch, side * side, hidden).
+    """
+
+    def __init__(self, s: Sizes) -> None:
+        super().__init__()
+        widths = [s.hidden << level for level in range(s.layers)]
+        pairs = list(zip([3, *widths], widths, strict=False))
+        self.down = nn.ModuleList(Convolutions(a, b, s.heads) for a, b in pairs)
+        rising = list(zip(widths[:0:-1], widths[-2::-1], strict=True))
+        self.up = nn.ModuleList(Convolutions(a + b, b, s.heads) for a, b in rising)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        kept = []
+        for level, block in enumerate(self.down):
+            x = block(nn.functional.avg_pool2d(x, 2) if level else x)
+            kept.append(x)
+        kept.pop()
+        for block in self.up:
+            x = nn.functional.interpolate(x, scale_factor=2.0)
+            x = block(torch.cat([x, kept.pop()], 1))
+        return x.flatten(2).transpose(1, 2)
 
 
 def _llama(s: Sizes) -> nn.Module:
@@ -175,7 +252,7 @@ def _vit(s: Sizes) -> nn.Module:
 def _side(s: Sizes) -> int:
     side = round(s.seq**0.5)
     if side * side != s.seq:
-        raise ModelError(f"vit needs a square number of patches as --seq, not {s.seq}")
+        raise ModelError(f"--seq {s.seq} is not a square number of patches or pixels")
     return side
 
 
@@ -185,6 +262,8 @@ _BUILDERS: dict[str, Callable[[Sizes], nn.Module]] = {
     "gpt2": _gpt2,
     "vit": _vit,
     "mlp": Mlp,
+    "moe": Moe,
+    "unet": Unet,
 }
 
 
@@ -192,7 +271,9 @@ def _inputs(name: str, s: Sizes, dtype: torch.dtype) -> dict[str, torch.Tensor]:
     if name == "vit":
         side = 16 * _side(s)
         return {"pixel_values": torch.randn(s.batch, 3, side, side, dtype=dtype)}
-    if name == "mlp":
+    if name == "unet":
+        return {"x": torch.randn(s.batch, 3, _side(s), _side(s), dtype=dtype)}
+    if name in ("mlp", "moe"):
         return {"x": torch.randn(s.batch, s.seq, s.hidden, dtype=dtype)}
     return {"input_ids": torch.randint(0, s.vocab, (s.batch, s.seq))}
 

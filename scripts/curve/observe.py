@@ -104,16 +104,19 @@ class ObservingPartitioner(CustomPartitionerFn):
     def __init__(self, into: Prediction) -> None:
         self.into = into
 
-    def uuid(self) -> None:
-        return None
+    def uuid(self) -> str:
+        return "the partition of min_cut_rematerialization_partition"
 
     def __call__(self, gm: fx.GraphModule, inputs: Any, **kwargs: Any) -> Any:
         return observed_partition(gm, inputs, kwargs, self.into)[:2]
 
 
-def remat_mode(method: str) -> contextlib.AbstractContextManager[None]:
-    """Set the pass to the method's mode; methods without the pass have it off."""
-    if not hasattr(functorch_config, "use_site_remat"):
-        return contextlib.nullcontext()
-    mode = method if method in ("light", "all") else "off"
-    return functorch_config.patch(use_site_remat=mode)
+def method_settings(method: str) -> contextlib.AbstractContextManager[None]:
+    """Set the keys of the overlay to a method's values; the rest of it is off."""
+    mode = {"memory": "light"}.get(method, method)
+    wanted = {
+        "use_site_remat": mode if mode in ("light", "all") else "off",
+        "save_narrow_cuts": method in ("boundaries", "memory"),
+    }
+    there = {k: v for k, v in wanted.items() if hasattr(functorch_config, k)}
+    return functorch_config.patch(there) if there else contextlib.nullcontext()

@@ -23,7 +23,7 @@ from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 from torch._inductor.custom_graph_pass import CustomPartitionerFn
 from torch.fx.experimental.symbolic_shapes import optimization_hint
 
-from .observe import observed_partition, Prediction, remat_mode
+from .observe import method_settings, observed_partition, Prediction
 
 
 if TYPE_CHECKING:
@@ -134,73 +134,62 @@ class _Predictor:
         points: Sequence[PlanPoint],
         lower: bool,
         done: Callable[[PlanPoint, Prediction | str], None],
+        device: str,
     ) -> None:
         self.points = points
         self.lower = lower
         self.done = done
+        self.device = device
+        # By the text of a partitioned graph; equal names mean equal values.
+        self.peaks: dict[tuple[str, bool], int] = {}
         self.found: dict[PlanPoint, Prediction] = {p: Prediction() for p in points}
         self.errors: dict[PlanPoint, str] = {}
 
     def __call__(self, gm: fx.GraphModule, inputs: Any, **kwargs: Any) -> Any:
         gm.graph.eliminate_dead_code()
-        by_budget: dict[float, list[PlanPoint]] = {}
-        for point in self.points:
-            by_budget.setdefault(point.budget, []).append(point)
-        for budget, points in by_budget.items():
-            self._at_budget(gm, inputs, kwargs, budget, points)
+        lowered, settings = gm, contextlib.ExitStack()
+        with settings:
+            if self.device == "cuda":
+                from . import pretend
+
+                settings.enter_context(pretend.pretend_cuda())
+                lowered = copy.deepcopy(gm)
+                pretend.move_to_cuda(lowered)
+            self.peaks.clear()
+            for point in self.points:
+                self._predict(lowered, inputs, kwargs, point)
         with functorch_config.patch(activation_memory_budget=1.0):
             return min_cut_rematerialization_partition(gm, inputs, **kwargs)
 
-    def _at_budget(
-        self,
-        gm: fx.GraphModule,
-        inputs: Any,
-        kwargs: Any,
-        budget: float,
-        points: list[PlanPoint],
+    def _predict(
+        self, gm: fx.GraphModule, inputs: Any, kwargs: Any, point: PlanPoint
     ) -> None:
-        stock_peaks: tuple[int, int] | None = None
-        for point in points:
-            if point in self.errors:
-                continue
-            try:
-                stock_peaks = self._at_point(gm, inputs, kwargs, point, stock_peaks)
-            except Exception as error:
-                self.errors[point] = f"{type(error).__name__}: {error}"
-            self.done(point, self.errors.get(point, self.found[point]))
-
-    def _at_point(
-        self,
-        gm: fx.GraphModule,
-        inputs: Any,
-        kwargs: Any,
-        point: PlanPoint,
-        stock_peaks: tuple[int, int] | None,
-    ) -> tuple[int, int] | None:
+        if point in self.errors:
+            return
         into = self.found[point]
-        with (
-            functorch_config.patch(activation_memory_budget=point.budget),
-            remat_mode(point.method),
-        ):
-            forward, backward, seen = observed_partition(
-                copy.deepcopy(gm), inputs, kwargs, into
-            )
-        if not self.lower:
-            return None
-        # The pass leaves the forward alone, and the backward too when it has no plan.
-        start = time.perf_counter()
-        forward_peak, backward_peak = stock_peaks or (
-            inductor_peak_bytes(forward, False),
-            None,
-        )
-        if backward_peak is None or seen.added_nodes:
-            backward_peak = inductor_peak_bytes(backward, True)
-        spent = time.perf_counter() - start
-        into.compile_seconds = (into.compile_seconds or 0.0) + spent
-        into.predicted_peak_bytes = max(
-            into.predicted_peak_bytes or 0, forward_peak, backward_peak
-        )
-        return (forward_peak, backward_peak) if point.method == "stock" else stock_peaks
+        try:
+            with (
+                functorch_config.patch(activation_memory_budget=point.budget),
+                method_settings(point.method),
+            ):
+                forward, backward, _ = observed_partition(
+                    copy.deepcopy(gm), inputs, kwargs, into
+                )
+            if self.lower:
+                start = time.perf_counter()
+                peak = max(self._peak(forward, False), self._peak(backward, True))
+                spent = time.perf_counter() - start
+                into.compile_seconds = (into.compile_seconds or 0.0) + spent
+                into.predicted_peak_bytes = max(into.predicted_peak_bytes or 0, peak)
+        except Exception as error:
+            self.errors[point] = f"{type(error).__name__}: {error}"
+        self.done(point, self.errors.get(point, into))
+
+    def _peak(self, gm: fx.GraphModule, is_backward: bool) -> int:
+        key = (str(gm.graph), is_backward)
+        if key not in self.peaks:
+            self.peaks[key] = inductor_peak_bytes(gm, is_backward)
+        return self.peaks[key]
 
 
 class _Partitioner(CustomPartitionerFn):
@@ -249,6 +238,7 @@ def predict(
     points: Sequence[PlanPoint],
     backend: str,
     done: Callable[[PlanPoint, Prediction | str], None],
+    device: str = "cpu",
 ) -> None:
     """Trace ``model`` once and predict every point; one error does not stop the rest.
 
@@ -261,6 +251,12 @@ def predict(
         done: called with a point and its prediction so far, or its error, as soon as
             one graph of the program is through; a program with several graphs reports
             a point once for each.
+        device: "cuda" lowers for a pretend CUDA device, which need not be there.
     """
-    predictor = _Predictor(points, backend == "inductor", done)
-    trace_joint(model, inputs, predictor, backend)
+    predictor = _Predictor(points, backend == "inductor", done, device)
+    with contextlib.ExitStack() as settings:
+        if device == "cuda":
+            from . import pretend
+
+            settings.enter_context(pretend.traced_for_cuda())
+        trace_joint(model, inputs, predictor, backend)

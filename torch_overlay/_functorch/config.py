@@ -27,3 +27,12 @@ adds_config(
     patch="rng-under-budget",
     issue="pytorch/pytorch#190758",
 )
+
+adds_config(
+    "torch._functorch.config:save_narrow_cuts",
+    default=True,
+    value_type=bool,
+    feature="boundaries",
+    patch="save-narrow-cuts",
+    issue="pytorch/pytorch#197838",
+)

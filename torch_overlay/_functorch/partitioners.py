@@ -52,6 +52,24 @@ def choose_saved_values_set(
 
 
 @overrides(
+    "torch._functorch.partitioners:choose_saved_values_set",
+    feature="boundaries",
+    patch="save-narrow-cuts",
+    issue="pytorch/pytorch#197838",
+)
+def choose_saved_values_set_with_cuts(
+    original: Callable[..., list[fx.Node]],
+    joint_graph: fx.Graph,
+    node_info: NodeInfo,
+    memory_budget: float = 1,
+) -> list[fx.Node]:
+    from ._activation_checkpointing import narrow_cuts
+
+    saved = original(joint_graph, node_info, memory_budget)
+    return narrow_cuts.save_narrow_cuts(joint_graph, node_info, saved, memory_budget)
+
+
+@overrides(
     "torch._functorch.partitioners:_extract_graph_with_inputs_outputs",
     feature="rng",
     patch="rng-under-budget",

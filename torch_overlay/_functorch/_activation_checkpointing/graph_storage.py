@@ -58,6 +58,20 @@ def tensor_bytes(tensor: torch.Tensor) -> int:
     return _hint(tensor.numel()) * tensor.dtype.itemsize
 
 
+def is_expanded(node: fx.Node) -> bool:
+    """Whether a value repeats storage (stride 0), like a mask expanded over heads.
+
+    A backend that computes such a value where an opaque kernel reads it writes it out
+    at expanded size, so a copy could cost more than it frees.
+    """
+    value = node.meta.get("val")
+    return isinstance(value, torch.Tensor) and any(
+        stride == 0 and size != 1
+        for size, stride in zip(value.shape, value.stride(), strict=True)
+        if isinstance(stride, int)
+    )
+
+
 class _UnionFind:
     def __init__(self) -> None:
         self.parent: list[int] = []

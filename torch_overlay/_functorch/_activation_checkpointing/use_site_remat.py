@@ -32,13 +32,12 @@ from typing import TYPE_CHECKING
 from torch._logging import trace_structured
 from torch.utils._ordered_set import OrderedSet
 
-from .graph_storage import graph_storages, GraphStorages
+from .graph_storage import graph_storages, GraphStorages, is_expanded
 from .liveness import LiveBytes
 from .recompute_cost import recompute_cost
 from .recompute_rules import (
     CHEAP,
     HEAVY,
-    is_expanded,
     is_heavy,
     is_static,
     is_view,

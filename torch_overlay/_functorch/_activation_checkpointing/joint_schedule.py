@@ -1,0 +1,162 @@
+"""Predicts the peak memory of a saved set from the joint graph.
+
+The peak is the larger one of forward and backward: live storages in the order in which
+the partitioner emits the nodes, graph inputs apart.  A pointwise value with one
+pointwise reader is taken for computed inside its reader's kernel.
+"""
+
+from __future__ import annotations
+
+import itertools
+import operator
+from typing import TYPE_CHECKING
+
+import torch
+from torch.utils._ordered_set import OrderedSet
+from torch.utils.flop_counter import flop_registry
+
+from .graph_storage import graph_storages
+from .recompute_safety import recompute_hazard
+
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    import torch.fx as fx
+    from torch._functorch.partitioners import NodeInfo, OpTypes
+
+# Data movement and normalization that the partitioner's own list leaves out.
+_LIGHT_BESIDES = OrderedSet(
+    "_softmax _log_softmax cat constant_pad_nd cumsum native_layer_norm repeat tril "
+    "native_group_norm select_scatter slice_scatter triu".split()
+)
+
+
+def _is_heavy(node: fx.Node, types: OpTypes) -> bool:
+    """Whether a node is worth saving, or must not or may not run twice."""
+    if node.op != "call_function" or node.target is operator.getitem:
+        return False
+    packet = getattr(node.target, "overloadpacket", None)
+    light = getattr(packet, "__name__", "") in _LIGHT_BESIDES
+    return (
+        not (light or types.is_recomputable(node))
+        or types.is_compute_intensive(node)
+        or packet in flop_registry
+        or recompute_hazard(node) is not None
+    )
+
+
+class JointSchedule:
+    """A classified joint graph as numbers: node ``i`` is ``nodes[i]``.
+
+    Per node: ``inputs``, the nodes that it reads; ``values``, the storages of its
+    result; ``moves``, whether it only renames storage; ``fusible`` and ``heavy``.
+    ``forward`` and ``backward`` list what each graph must run, ``forward_outputs`` and
+    ``backward_outputs`` what it returns.  Storages in ``resident`` are graph inputs,
+    those in ``fixed`` are written in place or cannot be read.
+    """
+
+    def __init__(self, graph: fx.Graph, info: NodeInfo) -> None:
+        # The partitioner imports this module.
+        from torch._functorch.partitioners import get_default_op_list
+
+        types = get_default_op_list()
+        storages = graph_storages(graph)
+        self.size_bytes = storages.size_bytes
+        self.fixed = storages.mutated | storages.opaque
+        self.nodes = nodes = [n for n in graph.nodes if n.op != "output"]
+        self.number = number = {n: i for i, n in enumerate(nodes)}
+        self.inputs = [[number[a] for a in n.all_input_nodes] for n in nodes]
+        self.values = [storages.of_node[n] for n in nodes]
+        self.fusible = [types.is_fusible(n) for n in nodes]
+        self.moves, self.heavy = [], []
+        seen: OrderedSet[int] = OrderedSet()
+        for node, values in zip(nodes, self.values, strict=True):
+            self.moves.append(node.op == "call_function" and seen.issuperset(values))
+            self.heavy.append(not self.moves[-1] and _is_heavy(node, types))
+            seen.update(values)
+        results = [number[n] for n in graph.output_node().all_input_nodes]
+        self.forward_outputs = [i for i in results if info.is_required_fw(nodes[i])]
+        self.backward_outputs = [i for i in results if info.is_required_bw(nodes[i])]
+        calls = [i for i, n in enumerate(nodes) if n.op == "call_function"]
+        self.forward = [i for i in calls if info.is_required_fw(nodes[i])]
+        self.backward = [i for i in calls if info.is_required_bw(nodes[i])]
+        self.placeholders = [i for i, n in enumerate(nodes) if n.op == "placeholder"]
+        self.resident = self.storages(number[n] for n in info.inputs)
+
+    def storages(self, nodes: Iterable[int]) -> OrderedSet[int]:
+        return OrderedSet(v for i in nodes for v in self.values[i])
+
+    def may_save(self, i: int) -> bool:
+        """Whether a node makes a tensor that no user's policy decides on."""
+        meta = self.nodes[i].meta
+        plain = isinstance(meta.get("val"), torch.Tensor) and not meta.get("recompute")
+        return plain and self.fixed.isdisjoint(self.values[i])
+
+    def emitted(self, wanted: Iterable[int], given: Iterable[int]) -> list[int]:
+        """``wanted`` in order, each after those of its arguments that are not given."""
+        done = bytearray(len(self.nodes))
+        for i in (*self.placeholders, *given):
+            done[i] = 1
+        order: list[int] = []
+        for node in wanted:
+            found = [] if done[node] else [node]
+            done[node] = 1
+            for i in found:
+                for a in self.inputs[i]:
+                    if not done[a]:
+                        done[a] = 1
+                        found.append(a)
+            order += sorted(found)
+        return order
+
+    def peak_bytes(self, saved: Iterable[int]) -> int:
+        """Predicted peak with these nodes saved; what no node reads is left out."""
+        return max(self.live_bytes(saved))
+
+    def live_bytes(self, saved: Iterable[int]) -> list[int]:
+        """Live bytes at each node of the forward, then of the backward."""
+        backward = self.emitted(self.backward, saved)
+        read = OrderedSet(a for i in backward for a in self.inputs[i])
+        used = [i for i in saved if i in read or i in self.backward_outputs]
+        forward = sorted(self.emitted([*self.forward_outputs, *used], ()))
+        kept = self.storages(used)
+        results = self.storages(self.forward_outputs) | kept
+        start = kept | self.storages(self.placeholders)
+        gradients = self.storages(self.backward_outputs)
+        return [
+            *self._live_bytes(forward, OrderedSet(), results),
+            *self._live_bytes(backward, start, gradients),
+        ]
+
+    def _live_bytes(
+        self, order: Sequence[int], start: OrderedSet[int], end: OrderedSet[int]
+    ) -> Iterable[int]:
+        """Per node of ``order``; ``start`` and ``end`` live before and after it."""
+        last = dict.fromkeys(end, len(order))
+        reader = dict.fromkeys(end, -1)  # -1: several
+        inlined: OrderedSet[int] = OrderedSet()
+        runs_at = list(range(len(order)))
+        for k in range(len(order) - 1, -1, -1):
+            i = order[k]
+            if self.moves[i]:
+                continue
+            if self.fusible[i] and len(self.values[i]) == 1:
+                only = reader.get(self.values[i][0], -1)
+                if only >= 0 and self.fusible[order[only]]:
+                    inlined.add(self.values[i][0])
+                    runs_at[k] = runs_at[only]
+            for a in self.inputs[i]:
+                for v in self.values[a]:
+                    reader[v] = k if reader.get(v, k) == k else -1
+                    last[v] = max(last.get(v, -1), runs_at[k])
+        first = dict.fromkeys(start, 0)
+        for k, i in enumerate(order):
+            for v in self.values[i]:
+                first.setdefault(v, k)
+        steps = [0] * (len(order) + 2)
+        for v, k in first.items():
+            if v not in self.resident and v not in inlined:
+                steps[k] += self.size_bytes[v]
+                steps[max(last.get(v, k), k) + 1] -= self.size_bytes[v]
+        return itertools.accumulate(steps)
