@@ -25,14 +25,10 @@ from patched_env import PatchedEnv, ROOT, run_script, SITE, temporary_folder
 
 
 NAMES = series.read_series()
-TOUCHED = sorted(
-    {
-        diff.path
-        for name in NAMES
-        for diff in hunks.parse_diff(fit.patch_text(name))
-        if not diff.creates
-    }
-)
+DIFFS = [d for name in NAMES for d in hunks.parse_diff(fit.patch_text(name))]
+# A patch may change what an earlier one creates.
+CREATED = {diff.path for diff in DIFFS if diff.creates}
+TOUCHED = sorted({diff.path for diff in DIFFS} - CREATED)
 
 
 def sha256(path):
