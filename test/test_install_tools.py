@@ -21,7 +21,10 @@ from patched_env import PatchedEnv, ROOT, run_script, SITE, temporary_folder
 
 
 _manifest.load()
-TARGETS = [c.target for c in DECLARED.values() if isinstance(c, Override)]
+# Two features may change one function.
+TARGETS = list(
+    dict.fromkeys(c.target for c in DECLARED.values() if isinstance(c, Override))
+)
 VERSION = "2.99.0.dev20261201"
 
 
@@ -87,7 +90,8 @@ class TestRefingerprint(ToolCase):
         before = self.pins.read_text()
         code, out, err = self.refingerprint("--torch", self.tree())
         self.assertEqual(code, 0, err)
-        self.assertEqual(out.count("known"), len(TARGETS))
+        changes = sum(isinstance(c, Override) for c in DECLARED.values())
+        self.assertEqual(out.count("known"), changes)
         self.assertEqual(self.pins.read_text(), before)
         code, out, _ = self.refingerprint("--torch", self.tree(), "--accept", "known")
         self.assertEqual(code, 0)
