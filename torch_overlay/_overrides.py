@@ -316,7 +316,8 @@ def unbind(change: Override | ConfigKey) -> None:
         binding.active = False
         for owner, name, before, put in reversed(binding.holders):
             if vars(owner).get(name) is put:
-                setattr(owner, name, _without_inactive(before))
+                # Another feature's wrapper may have been taken back meanwhile.
+                setattr(owner, name, _below_wrappers(before, keep_active=True))
         del _bindings[change.key]
 
 
@@ -326,10 +327,7 @@ def is_bound(target: str) -> bool:
 
 def get_original(target: str) -> Any:
     """The function that an applied override calls; the live one if none is applied."""
-    live = _resolve(target)
-    while isinstance(live, FunctionType) and _WRAPS in vars(live):
-        live = vars(live)[_WRAPS].original
-    return live
+    return _below_wrappers(_resolve(target), keep_active=False)
 
 
 def _bind_function(change: Override) -> None:
@@ -373,11 +371,11 @@ def _put_wrapper(change: Override, binding: _Binding) -> None:
         setattr(owner, name, put)
 
 
-def _without_inactive(held: Any) -> Any:
-    """What stood in a place, below wrappers that were taken back meanwhile."""
+def _below_wrappers(held: Any, keep_active: bool) -> Any:
+    """What stands below wrappers of ours, or below those that were taken back."""
     while isinstance(held, FunctionType) and _WRAPS in vars(held):
         binding = vars(held)[_WRAPS]
-        if binding.active:
+        if keep_active and binding.active:
             break
         held = binding.original
     return held

@@ -20,6 +20,8 @@ from torch_overlay._functorch._activation_checkpointing.recompute_cost import (
     node_flops,
 )
 
+from .methods import BUDGET_METHODS
+
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -39,30 +41,19 @@ class Prediction:
     compile_seconds: float | None = None
 
 
-@dataclass
-class PassRun:
-    """How the pass ran on the graphs of one partition."""
-
-    seconds: float = 0.0
-    added_nodes: int = 0
-
-
 @contextlib.contextmanager
-def watch_pass() -> Iterator[PassRun]:
-    """Time use-site rematerialization and count the nodes that it adds."""
-    seen = PassRun()
+def time_pass(into: Prediction) -> Iterator[None]:
+    """Add the time of use-site rematerialization to ``into``."""
     plain = use_site_remat.use_site_remat
 
-    def watched(gm: fx.GraphModule, mode: str, **options: bool) -> fx.GraphModule:
-        before = len(gm.graph.nodes)
+    def timed(gm: fx.GraphModule, mode: str, **options: bool) -> fx.GraphModule:
         start = time.perf_counter()
         result = plain(gm, mode, **options)
-        seen.seconds += time.perf_counter() - start
-        seen.added_nodes += len(result.graph.nodes) - before
+        into.plan_seconds += time.perf_counter() - start
         return result
 
-    with mock.patch.object(use_site_remat, "use_site_remat", watched):
-        yield seen
+    with mock.patch.object(use_site_remat, "use_site_remat", timed):
+        yield
 
 
 def _flops(graph: fx.Graph) -> int:
@@ -81,21 +72,20 @@ def _saved_bytes(backward: fx.Graph) -> int:
 
 def observed_partition(
     joint: fx.GraphModule, inputs: Any, kwargs: dict[str, Any], into: Prediction
-) -> tuple[fx.GraphModule, fx.GraphModule, PassRun]:
+) -> tuple[fx.GraphModule, fx.GraphModule]:
     """Partition ``joint`` as configured and add what is seen to ``into``."""
-    with watch_pass() as seen:
+    with time_pass(into):
         forward, backward = min_cut_rematerialization_partition(joint, inputs, **kwargs)
     into.saved_bytes += _saved_bytes(backward.graph)
     into.recompute_flops += (
         _flops(forward.graph) + _flops(backward.graph) - _flops(joint.graph)
     )
-    into.plan_seconds += seen.seconds
     into.liveness_peak_bytes = max(
         into.liveness_peak_bytes,
         use_site_remat.live_peak_bytes(forward.graph),
         use_site_remat.live_peak_bytes(backward.graph),
     )
-    return forward, backward, seen
+    return forward, backward
 
 
 class ObservingPartitioner(CustomPartitionerFn):
@@ -108,15 +98,15 @@ class ObservingPartitioner(CustomPartitionerFn):
         return "the partition of min_cut_rematerialization_partition"
 
     def __call__(self, gm: fx.GraphModule, inputs: Any, **kwargs: Any) -> Any:
-        return observed_partition(gm, inputs, kwargs, self.into)[:2]
+        return observed_partition(gm, inputs, kwargs, self.into)
 
 
 def method_settings(method: str) -> contextlib.AbstractContextManager[None]:
     """Set the keys of the overlay to a method's values; the rest of it is off."""
-    mode = {"memory": "light"}.get(method, method)
+    features = dict(f.partition("=")[::2] for f in BUDGET_METHODS.get(method, ()))
     wanted = {
-        "use_site_remat": mode if mode in ("light", "all") else "off",
-        "save_narrow_cuts": method in ("boundaries", "memory"),
+        "use_site_remat": features.get("remat", "off"),
+        "save_narrow_cuts": "boundaries" in features,
     }
     there = {k: v for k, v in wanted.items() if hasattr(functorch_config, k)}
     return functorch_config.patch(there) if there else contextlib.nullcontext()

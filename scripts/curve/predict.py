@@ -172,7 +172,7 @@ class _Predictor:
                 functorch_config.patch(activation_memory_budget=point.budget),
                 method_settings(point.method),
             ):
-                forward, backward, _ = observed_partition(
+                forward, backward = observed_partition(
                     copy.deepcopy(gm), inputs, kwargs, into
                 )
             if self.lower:

@@ -241,32 +241,20 @@ if INTERPRETED:
         call = torch.randn if normal else torch.rand
         return lambda x: x + call(shape, device=x.device)
 
+    def tiled(*shape, normal=False):
+        """A program that adds a draw and a turned tensor: a tiled kernel."""
+        fn = drawn(*shape, normal=normal)
+        turned = layout(*shape, stride=(1, shape[0]))
+        return (lambda x, y: fn(x) + y), (layout(*shape), turned), shape, None, {}
+
     # Name -> (function of zeros, their layout, shape of the draw, what it makes of the
     # drawn numbers, Inductor options)
     PROGRAMS = {
         "contiguous": (drawn(16, 36), layout(16, 36), (16, 36), None, {}),
         "odd": (drawn(33, 7), layout(33, 7), (33, 7), None, {}),
-        "tiled": (
-            lambda x, y: x + y + torch.rand(16, 12, device=x.device),
-            (layout(16, 12), layout(16, 12, stride=(1, 16))),
-            (16, 12),
-            None,
-            {},
-        ),
-        "tiled, odd": (
-            lambda x, y: x + y + torch.rand(15, 11, device=x.device),
-            (layout(15, 11), layout(15, 11, stride=(1, 15))),
-            (15, 11),
-            None,
-            {},
-        ),
-        "tiled, normal": (
-            lambda x, y: x + y + torch.randn(16, 12, device=x.device),
-            (layout(16, 12), layout(16, 12, stride=(1, 16))),
-            (16, 12),
-            None,
-            {},
-        ),
+        "tiled": tiled(16, 12),
+        "tiled, odd": tiled(15, 11),
+        "tiled, normal": tiled(16, 12, normal=True),
         "transposed": (
             drawn(16, 12),
             layout(16, 12, stride=(1, 16)),

@@ -103,8 +103,9 @@ def plan_saved_cuts(
                 break
             coarse = (stride, peaks.index(min(peaks)))
         stride *= 2
-    for eighth in range(1, 8):
-        attempt(len(cuts) * eighth // 8, *coarse)
+    for early in OrderedSet(len(cuts) * eighth // 8 for eighth in range(1, 8)):
+        if early > 0:
+            attempt(early, *coarse)
     limit = min(peak for peak, _ in plans) * _NEARLY_EQUAL
     low = [nodes for peak, nodes in plans if peak <= limit]
     return min(
