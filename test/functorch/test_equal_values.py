@@ -4,6 +4,7 @@ import sys
 from pathlib import Path
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 from torch.testing._internal.common_utils import run_tests, TestCase
 
@@ -38,6 +39,17 @@ class Masked(nn.Module):
     def forward(self, x, bias):
         mask = (bias * 2 + 1).sin().unsqueeze(0).expand(self.heads, -1, -1)
         return torch.baddbmm(mask, x @ self.weight, x).sin()
+
+
+class Attention(nn.Module):
+    def __init__(self, size):
+        super().__init__()
+        self.norm = nn.RMSNorm(size)
+        self.out = nn.Linear(size, size, bias=False)
+
+    def forward(self, x):
+        n = self.norm(x).unsqueeze(1)
+        return x + self.out(F.scaled_dot_product_attention(n, n, n).squeeze(1))
 
 
 class UpAndDown(nn.Module):
@@ -75,7 +87,8 @@ class TestEqualValues(TestCase):
     @torch_overlay.applied("rng", "boundaries")  # overlay only
     def test_parts_of_layers(self):
         _, _, schedule = partitioned(stack(4), torch.randn(2, 16, 32), budget=0)
-        numbers = equal_values(schedule, (i for cut in cuts_of(schedule) for i in cut))
+        cuts = [i for cut in cuts_of(schedule) for i in cut]
+        numbers = equal_values(schedule, cuts, schedule.forward)
         products = [numbers[i] for i in matmuls(schedule)]
         # gate, up and down of the last two of four layers.
         self.assertEqual(products[6:9], products[9:12])
@@ -91,6 +104,25 @@ class TestEqualValues(TestCase):
         self.assertEqual(sorted(found), sorted([gates[3], ups[3]]))
         inputs = schedule.placeholders
         self.assertEqual(latest_of_equal_values(schedule, inputs, cuts), inputs)
+
+    @torch_overlay.applied("rng", "boundaries")  # overlay only
+    def test_results_of_one_operator_stay_together(self):
+        model = nn.Sequential(*(Attention(32) for _ in range(5)))
+        _, _, schedule = partitioned(model, torch.randn(2, 16, 32), budget=0)
+        needed = schedule.emitted(schedule.backward, ())
+        results = [
+            [schedule.number[n] for n in node.users if schedule.number[n] in needed]
+            for i, node in enumerate(schedule.nodes)
+            if "attention" in str(node.target) and i not in schedule.backward
+        ]
+        self.assertEqual([len(parts) for parts in results], [2, 2, 2, 2, 2])
+        # The result, which the forward reads, and the log-sum-exp, which it does not.
+        # The first layer is not like the others: its input has no gradient.
+        for layers, latest in (((2, 3), (3, 4)), ((0, 2), (0, 4))):
+            saved = [k for layer in layers for k in results[layer]]
+            found = latest_of_equal_values(schedule, saved, cuts_of(schedule))
+            wanted = [k for layer in latest for k in results[layer]]
+            self.assertEqual(sorted(found), sorted(wanted))
 
     @torch_overlay.applied("rng", "boundaries")  # overlay only
     def test_policies_stay(self):

@@ -26,33 +26,42 @@ if TYPE_CHECKING:
     from .joint_schedule import JointSchedule
 
 
-def equal_values(s: JointSchedule, boundaries: Iterable[int]) -> list[int]:
+def _before_backward(s: JointSchedule, needed: Iterable[int]) -> list[int]:
+    """The forward and what only the backward needs of it, like a log-sum-exp."""
+    return sorted(OrderedSet([*s.forward, *needed]) - OrderedSet(s.backward))
+
+
+def equal_values(
+    s: JointSchedule, boundaries: Iterable[int], nodes: Sequence[int]
+) -> list[int]:
     """A number per node; nodes with the same play the same part between boundaries.
 
-    They compute the same from boundaries and inputs of the same layout, and the forward
-    up to the next boundaries uses them in the same way.
+    They compute the same from boundaries and inputs of the same layout, and ``nodes``
+    up to the next boundaries use them in the same way.
     """
     numbers: dict[object, int] = {}
     leaves = OrderedSet([*boundaries, *s.placeholders])
     made: list[int] = []
     for i, node in enumerate(s.nodes):
-        layout = [
-            (t.shape, t.stride(), t.dtype) for t in tensors_of(node.meta.get("val"))
-        ]
-        key = repr(layout)
+        tensors = tensors_of(node.meta.get("val"))
+        key = repr([(t.shape, t.stride(), t.dtype) for t in tensors])
         if i not in leaves:
             arguments = fx.map_arg(
                 (node.args, node.kwargs), lambda a: f"%{made[s.number[a]]}"
             )
             key = f"{node.target} {arguments} {key}"
         made.append(numbers.setdefault(key, len(numbers)))
-    used: dict[int, list[tuple[int, int]]] = {i: [] for i in s.forward}
+    used: dict[int, list[tuple[int, int]]] = {i: [] for i in nodes}
     found = list(made)
-    for i in reversed(s.forward):
+    for i in reversed(nodes):
         found[i] = numbers.setdefault((made[i], tuple(sorted(used[i]))), len(numbers))
         for k, a in enumerate(s.inputs[i]):
             if a in used and a not in leaves:
                 used[a].append((k, made[i] if i in leaves else found[i]))
+    for i in nodes:
+        if s.nodes[i].target is operator.getitem:  # goes with the other results
+            key = (made[i], found[s.inputs[i][0]])
+            found[i] = numbers.setdefault(key, len(numbers))
     return found
 
 
@@ -72,10 +81,11 @@ def latest_of_equal_values(
     Inputs, values that must not be recomputed and those that a user's policy decides
     on stay as they are, and only values that the backward may need take a place.
     """
-    numbers = equal_values(s, (i for cut in cuts for i in cut))
     needed = OrderedSet(s.emitted(s.backward, ()))
+    nodes = _before_backward(s, needed)
+    numbers = equal_values(s, (i for cut in cuts for i in cut), nodes)
     equals: dict[int, list[int]] = {}
-    for i in s.forward:
+    for i in nodes:
         if i in needed and s.may_save(i) and may_run_again(s, i):
             equals.setdefault(numbers[i], []).append(i)
     free = [i for i in saved if i in equals.get(numbers[i], ())]

@@ -31,6 +31,8 @@ _LIGHT_BESIDES = OrderedSet(
     "native_group_norm select_scatter slice_scatter triu".split()
 )
 
+_SEVERAL = -2
+
 
 def _is_heavy(node: fx.Node, types: OpTypes) -> bool:
     """Whether a node is worth saving, or must not or may not run twice."""
@@ -70,11 +72,14 @@ class JointSchedule:
         self.values = [storages.of_node[n] for n in nodes]
         self.fusible = [types.is_fusible(n) for n in nodes]
         self.moves, self.heavy = [], []
-        seen: OrderedSet[int] = OrderedSet()
+        self._reads = [[v for a in ins for v in self.values[a]] for ins in self.inputs]
+        seen = bytearray(len(self.size_bytes))
         for node, values in zip(nodes, self.values, strict=True):
-            self.moves.append(node.op == "call_function" and seen.issuperset(values))
-            self.heavy.append(not self.moves[-1] and _is_heavy(node, types))
-            seen.update(values)
+            moves = node.op == "call_function" and all(map(seen.__getitem__, values))
+            self.moves.append(moves)
+            self.heavy.append(not moves and _is_heavy(node, types))
+            for v in values:
+                seen[v] = 1
         results = [number[n] for n in graph.output_node().all_input_nodes]
         self.forward_outputs = [i for i in results if info.is_required_fw(nodes[i])]
         self.backward_outputs = [i for i in results if info.is_required_bw(nodes[i])]
@@ -83,6 +88,7 @@ class JointSchedule:
         self.backward = [i for i in calls if info.is_required_bw(nodes[i])]
         self.placeholders = [i for i, n in enumerate(nodes) if n.op == "placeholder"]
         self.resident = self.storages(number[n] for n in info.inputs)
+        self._always = self.emitted(self.forward_outputs, ())
 
     def storages(self, nodes: Iterable[int]) -> OrderedSet[int]:
         return OrderedSet(v for i in nodes for v in self.values[i])
@@ -117,9 +123,13 @@ class JointSchedule:
     def live_bytes(self, saved: Iterable[int]) -> list[int]:
         """Live bytes at each node of the forward, then of the backward."""
         backward = self.emitted(self.backward, saved)
-        read = OrderedSet(a for i in backward for a in self.inputs[i])
-        used = [i for i in saved if i in read or i in self.backward_outputs]
-        forward = sorted(self.emitted([*self.forward_outputs, *used], ()))
+        read = bytearray(len(self.nodes))
+        for i in itertools.chain(
+            self.backward_outputs, *map(self.inputs.__getitem__, backward)
+        ):
+            read[i] = 1
+        used = [i for i in saved if read[i]]
+        forward = sorted([*self._always, *self.emitted(used, self._always)])
         kept = self.storages(used)
         results = self.storages(self.forward_outputs) | kept
         start = kept | self.storages(self.placeholders)
@@ -133,30 +143,33 @@ class JointSchedule:
         self, order: Sequence[int], start: OrderedSet[int], end: OrderedSet[int]
     ) -> Iterable[int]:
         """Per node of ``order``; ``start`` and ``end`` live before and after it."""
-        last = dict.fromkeys(end, len(order))
-        reader = dict.fromkeys(end, -1)  # -1: several
-        inlined: OrderedSet[int] = OrderedSet()
+        last, reader = ([-1] * len(self.size_bytes) for _ in range(2))
+        for v in end:
+            last[v], reader[v] = len(order), _SEVERAL
+        placed = bytearray(len(self.size_bytes))
+        for v in self.resident:
+            placed[v] = 1
         runs_at = list(range(len(order)))
         for k in range(len(order) - 1, -1, -1):
             i = order[k]
             if self.moves[i]:
                 continue
             if self.fusible[i] and len(self.values[i]) == 1:
-                only = reader.get(self.values[i][0], -1)
+                only = reader[self.values[i][0]]
                 if only >= 0 and self.fusible[order[only]]:
-                    inlined.add(self.values[i][0])
+                    placed[self.values[i][0]] = 1
                     runs_at[k] = runs_at[only]
-            for a in self.inputs[i]:
-                for v in self.values[a]:
-                    reader[v] = k if reader.get(v, k) == k else -1
-                    last[v] = max(last.get(v, -1), runs_at[k])
-        first = dict.fromkeys(start, 0)
-        for k, i in enumerate(order):
-            for v in self.values[i]:
-                first.setdefault(v, k)
+            at = runs_at[k]
+            for v in self._reads[i]:
+                if reader[v] != k:
+                    reader[v] = k if reader[v] == -1 else _SEVERAL
+                if last[v] < at:
+                    last[v] = at
         steps = [0] * (len(order) + 2)
-        for v, k in first.items():
-            if v not in self.resident and v not in inlined:
-                steps[k] += self.size_bytes[v]
-                steps[max(last.get(v, k), k) + 1] -= self.size_bytes[v]
+        for k, made in enumerate([start, *(self.values[i] for i in order)], -1):
+            for v in made:
+                if not placed[v]:
+                    placed[v] = 1
+                    steps[max(k, 0)] += self.size_bytes[v]
+                    steps[max(last[v], k, 0) + 1] -= self.size_bytes[v]
         return itertools.accumulate(steps)

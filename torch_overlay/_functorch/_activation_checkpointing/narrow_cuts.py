@@ -33,7 +33,9 @@ log = logging.getLogger(__name__)
 # Large is what has a quarter of the median size or more; a value that is a thousand
 # times smaller than the largest has no part in the median.
 _LARGE_RATIO, _NEGLIGIBLE_RATIO = 1 / 4, 1 / 1024
-_NEARLY_EQUAL = 1.005
+# Predicted peaks that differ by less than this count as equal; a plan that leaves cuts
+# out, of which some may be in the middle of layers, must be better by more.
+_NEARLY_EQUAL, _EVERY_CUT = 1.005, 1.0125
 
 
 def _kept_values(s: JointSchedule) -> dict[int, int]:
@@ -84,7 +86,8 @@ def plan_saved_cuts(
 
     Tried are every cut, every second one and so on as long as that helps, then every
     cut of an early part, which the backward reaches last, and the stride behind it.
-    Of nearly equal peaks the plan is taken that recomputes the fewest heavy nodes.
+    Every cut is taken where that is little above the lowest peak, else of nearly equal
+    peaks the plan that recomputes the fewest heavy nodes.
     """
     plans = [(s.peak_bytes(saved), list(saved))]
 
@@ -106,8 +109,11 @@ def plan_saved_cuts(
     for early in OrderedSet(len(cuts) * eighth // 8 for eighth in range(1, 8)):
         if early > 0:
             attempt(early, *coarse)
-    limit = min(peak for peak, _ in plans) * _NEARLY_EQUAL
-    low = [nodes for peak, nodes in plans if peak <= limit]
+    lowest = min(peak for peak, _ in plans)
+    for peak, nodes in plans[1:2]:
+        if peak <= lowest * _EVERY_CUT:
+            return nodes
+    low = [nodes for peak, nodes in plans if peak <= lowest * _NEARLY_EQUAL]
     return min(
         low, key=lambda nodes: sum(s.heavy[i] for i in s.emitted(s.backward, nodes))
     )
@@ -134,6 +140,7 @@ def save_narrow_cuts(
     cuts = [place for place in places if len(place) == 1]
     stock = saved  # overlay only
     saved = latest_of_equal_values(schedule, stock, cuts)  # overlay only
+    saved += values_read_expanded(schedule, saved)  # overlay only
     planned = plan_saved_cuts(schedule, saved, cuts)
     planned = plan_wide_places(schedule, stock, planned, places)  # overlay only
     planned += values_not_to_recompute(schedule, stock, planned)  # overlay only
