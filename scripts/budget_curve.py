@@ -46,6 +46,7 @@ FIELDS = (
     "budget",
     "saved_bytes",
     "predicted_peak_bytes",
+    "estimated_peak_bytes",
     "liveness_peak_bytes",
     "measured_peak_bytes",
     "step_ms",

@@ -139,9 +139,9 @@ def measure(
         torch.cuda.synchronize()
         compile_seconds = time.perf_counter() - start
         error = relative_l2([g.cpu() for g in _gradients(model)], reference)
-        for _ in range(WARM_UP_STEPS):
-            run()
         with FileLock(lock):
+            for _ in range(WARM_UP_STEPS):
+                run()
             peak = _peak_bytes(run, model)
             median, fastest = _step_ms(run)
     plan = {k: v for k, v in dataclasses.asdict(seen).items() if v is not None}

@@ -35,6 +35,7 @@ class Prediction:
 
     saved_bytes: int = 0
     predicted_peak_bytes: int | None = None
+    estimated_peak_bytes: int | None = None
     liveness_peak_bytes: int = 0
     recompute_flops: int = 0
     plan_seconds: float = 0.0

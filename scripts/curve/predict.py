@@ -1,7 +1,7 @@
 """Predict peaks without compiling a kernel.
 
-Inductor lowers and schedules each graph and is stopped right after its own memory pass
-(``torch._inductor.memory``); the estimate of the order that it would run is the result.
+Inductor lowers and schedules each graph up to the source of its wrapper, which is run
+without a device.  Inductor's own estimate (``torch._inductor.memory``) is kept too.
 """
 
 from __future__ import annotations
@@ -9,8 +9,9 @@ from __future__ import annotations
 import contextlib
 import copy
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TYPE_CHECKING
+from unittest import mock
 
 import torch
 import torch._functorch.config as functorch_config
@@ -21,8 +22,10 @@ from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._guards import detect_fake_mode, tracing, TracingContext
 from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 from torch._inductor.custom_graph_pass import CustomPartitionerFn
+from torch._inductor.graph import GraphLowering
 from torch.fx.experimental.symbolic_shapes import optimization_hint
 
+from .dry_run import run_dry
 from .observe import method_settings, observed_partition, Prediction
 
 
@@ -32,13 +35,28 @@ if TYPE_CHECKING:
     import torch.fx as fx
 
 
-class _EstimateDone(BaseException):
-    """Ends a lowering once its peak is known; carries no error."""
+class _Emitted(BaseException):
+    """Ends a lowering once its source is there; carries no error."""
+
+
+@dataclass
+class Lowered:
+    """What Inductor makes of one graph.
+
+    ``estimated_peak_bytes`` is its own estimate of the order that it would run;
+    ``peak_bytes`` and ``results`` are what a dry run of the emitted wrapper takes and
+    returns, with the names of the graph's results, and whether the caller holds each.
+    """
+
+    estimated_peak_bytes: int = 0
+    peak_bytes: int = 0
+    results: dict[str, tuple[Any, bool]] = field(default_factory=dict)
 
 
 @contextlib.contextmanager
-def _stop_after_estimate(found: list[int]) -> Iterator[None]:
-    original = inductor_memory.reorder_for_peak_memory
+def _stop_after_codegen(estimates: list[int], sources: list[Any]) -> Iterator[None]:
+    reorder = inductor_memory.reorder_for_peak_memory
+    codegen = GraphLowering.codegen
 
     def estimate(
         nodes: Any,
@@ -49,7 +67,7 @@ def _stop_after_estimate(found: list[int]) -> Iterator[None]:
         *args: Any,
         **kwargs: Any,
     ) -> Any:
-        order = original(
+        order = reorder(
             nodes,
             name_to_buf,
             name_to_fused_node,
@@ -60,33 +78,62 @@ def _stop_after_estimate(found: list[int]) -> Iterator[None]:
         )
         freeable = inductor_memory.get_freeable_input_buf(nodes, graph_inputs)
         peak, _ = inductor_memory.estimate_peak_memory(order, freeable, graph_outputs)
-        found.append(peak)
-        raise _EstimateDone
+        estimates.append(peak)
+        return order
 
-    inductor_memory.reorder_for_peak_memory = estimate
-    try:
+    def emit(graph: GraphLowering) -> Any:
+        code, _ = codegen(graph)
+        sources.append((code.value, {**graph.constants, **graph.torchbind_constants}))
+        raise _Emitted
+
+    with (
+        mock.patch.object(inductor_memory, "reorder_for_peak_memory", estimate),
+        mock.patch.object(GraphLowering, "codegen", emit),
+        contextlib.suppress(_Emitted),
+    ):
         yield
-    finally:
-        inductor_memory.reorder_for_peak_memory = original
 
 
-def inductor_peak_bytes(gm: fx.GraphModule, is_backward: bool) -> int:
-    """Inductor's estimate of the peak of ``gm``, in bytes.
+def _strided_as(value: object, result: object) -> object:
+    """A backward's input as its forward returned it; Inductor chooses the strides."""
+    if isinstance(value, torch.Tensor) and value.stride() != result.stride():
+        return value.as_strided(value.shape, result.stride())
+    return value
 
-    Inputs that the caller keeps (parameters) are not counted, saved values are until
-    their last use.  Consumes ``gm``.  A graph without kernels peaks at 0.
+
+def lower(
+    gm: fx.GraphModule, is_backward: bool, saved: dict[str, tuple[Any, bool]]
+) -> Lowered:
+    """Lower ``gm`` and run what is emitted; consumes ``gm``.
+
+    A graph's inputs that the caller holds are not counted: those of a forward, and of a
+    backward the ``saved`` ones, results of its forward, that say so.
     """
-    inputs = [n.meta["val"] for n in gm.graph.nodes if n.op == "placeholder"]
+    placeholders = gm.graph.find_nodes(op="placeholder")
+    outputs = pytree.tree_leaves(gm.graph.output_node().args[0])
+    names = [getattr(n, "name", "") for n in outputs]
+    given = [saved.get(n.name, (n.meta["val"], not is_backward)) for n in placeholders]
+    inputs = [n.meta["val"] for n in placeholders]
     mode = detect_fake_mode(inputs)
-    found: list[int] = []
+    with mode or contextlib.nullcontext():
+        inputs = [_strided_as(v, g) for v, (g, _) in zip(inputs, given, strict=True)]
+    estimates: list[int] = []
+    sources: list[tuple[str, dict[str, Any]]] = []
     with (
         tracing(TracingContext(mode)),
         torch._inductor.config.patch(fx_graph_cache=False, compile_threads=1),
-        _stop_after_estimate(found),
-        contextlib.suppress(_EstimateDone),
+        _stop_after_codegen(estimates, sources),
     ):
         compile_fx_inner(gm, inputs, is_backward=is_backward, static_input_idxs=[])
-    return found[-1] if found else 0
+    if not sources:
+        return Lowered()
+    values, held = zip(*given, strict=True) if given else ((), ())
+    peak, results, kept = run_dry(*sources[0], values, held)
+    return Lowered(
+        estimates[0] if estimates else 0,
+        peak,
+        dict(zip(names, zip(results, kept, strict=True), strict=True)),
+    )
 
 
 def _stand_in(value: object) -> object:
@@ -141,7 +188,7 @@ class _Predictor:
         self.done = done
         self.device = device
         # By the text of a partitioned graph; equal names mean equal values.
-        self.peaks: dict[tuple[str, bool], int] = {}
+        self.lowered: dict[str, Lowered] = {}
         self.found: dict[PlanPoint, Prediction] = {p: Prediction() for p in points}
         self.errors: dict[PlanPoint, str] = {}
 
@@ -155,7 +202,7 @@ class _Predictor:
                 settings.enter_context(pretend.pretend_cuda())
                 lowered = copy.deepcopy(gm)
                 pretend.move_to_cuda(lowered)
-            self.peaks.clear()
+            self.lowered.clear()
             for point in self.points:
                 self._predict(lowered, inputs, kwargs, point)
         with functorch_config.patch(activation_memory_budget=1.0):
@@ -177,19 +224,31 @@ class _Predictor:
                 )
             if self.lower:
                 start = time.perf_counter()
-                peak = max(self._peak(forward, False), self._peak(backward, True))
+                graphs = self._lower(forward, backward)
                 spent = time.perf_counter() - start
                 into.compile_seconds = (into.compile_seconds or 0.0) + spent
-                into.predicted_peak_bytes = max(into.predicted_peak_bytes or 0, peak)
+                into.predicted_peak_bytes = max(
+                    into.predicted_peak_bytes or 0, *(g.peak_bytes for g in graphs)
+                )
+                into.estimated_peak_bytes = max(
+                    into.estimated_peak_bytes or 0,
+                    *(g.estimated_peak_bytes for g in graphs),
+                )
         except Exception as error:
             self.errors[point] = f"{type(error).__name__}: {error}"
         self.done(point, self.errors.get(point, into))
 
-    def _peak(self, gm: fx.GraphModule, is_backward: bool) -> int:
-        key = (str(gm.graph), is_backward)
-        if key not in self.peaks:
-            self.peaks[key] = inductor_peak_bytes(gm, is_backward)
-        return self.peaks[key]
+    def _lower(
+        self, forward: fx.GraphModule, backward: fx.GraphModule
+    ) -> tuple[Lowered, Lowered]:
+        first = str(forward.graph)
+        both = first + str(backward.graph)
+        if first not in self.lowered:
+            self.lowered[first] = lower(forward, False, {})
+        saved = self.lowered[first].results
+        if both not in self.lowered:
+            self.lowered[both] = lower(backward, True, saved)
+        return self.lowered[first], self.lowered[both]
 
 
 class _Partitioner(CustomPartitionerFn):
@@ -246,7 +305,7 @@ def predict(
         model: returns a scalar loss from keyword ``inputs``; called once, on zeros.
         points: points with budgets; checkpointed models go with method names of their
             own at budget 1.0.
-        backend: "inductor" (its memory estimate and liveness) or "aot_eager"
+        backend: "inductor" (a dry run, its memory estimate and liveness) or "aot_eager"
             (liveness alone).
         done: called with a point and its prediction so far, or its error, as soon as
             one graph of the program is through; a program with several graphs reports

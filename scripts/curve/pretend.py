@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 import torch.utils._pytree as pytree
 from torch._guards import detect_fake_mode
+from torch._inductor.fx_passes import fuse_attention
 from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 
 
@@ -32,7 +33,6 @@ if TYPE_CHECKING:
 
 
 DEVICE = torch.device("cuda", 0)
-_plain_attention = F.scaled_dot_product_attention
 
 
 def _attention(
@@ -45,40 +45,40 @@ def _attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> torch.Tensor:
-    """Memory-efficient attention; with dropout the operators that torch decomposes to.
+    """Memory-efficient attention, or the operators of plain attention where CUDA's
+    kernels refuse the mask, because it is expanded along keys.
 
     Flash attention, which CUDA prefers for half precision without a mask, holds the
     same tensors.
     """
-    if dropout_p:
-        return _plain_attention(
-            query,
-            key,
-            value,
-            attn_mask,
-            dropout_p,
-            is_causal,
-            scale=scale,
-            enable_gqa=enable_gqa,
-        )
     if enable_gqa:
         groups = query.size(-3) // key.size(-3)
         key = key.repeat_interleave(groups, -3)
         value = value.repeat_interleave(groups, -3)
+    if attn_mask is not None and attn_mask.stride(-1) != 1:
+        return torch.ops.aten._scaled_dot_product_attention_math(
+            query, key, value, attn_mask, dropout_p, is_causal, scale=scale
+        )[0]
     if attn_mask is not None:
         if attn_mask.dtype == torch.bool:
             zeros = torch.zeros_like(attn_mask, dtype=query.dtype)
             attn_mask = zeros.masked_fill(~attn_mask, float("-inf"))
         attn_mask = attn_mask.expand(*query.shape[:-1], key.size(-2))
     return torch.ops.aten._scaled_dot_product_efficient_attention(
-        query, key, value, attn_mask, True, 0.0, is_causal, scale=scale
+        query, key, value, attn_mask, True, dropout_p, is_causal, scale=scale
     )[0]
 
 
 @contextlib.contextmanager
 def traced_for_cuda() -> Iterator[None]:
-    """What is traced inside calls the attention kernel of CUDA."""
-    with mock.patch.object(F, "scaled_dot_product_attention", _attention):
+    """What is traced inside calls the attention kernel of CUDA.
+
+    Inductor's search for attention in the graph would put in that of the CPU.
+    """
+    with (
+        mock.patch.object(F, "scaled_dot_product_attention", _attention),
+        mock.patch.object(fuse_attention, "_sfdp_init", lambda *args: None),
+    ):
         yield
 
 

@@ -19,6 +19,7 @@ COLUMNS = (
     ("budget", "budget", None),
     ("saved_bytes", "saved MB", MB),
     ("predicted_peak_bytes", "predicted MB", MB),
+    ("estimated_peak_bytes", "estimated MB", MB),
     ("liveness_peak_bytes", "liveness MB", MB),
     ("measured_peak_bytes", "measured MB", MB),
     ("step_ms", "step ms", 1),
