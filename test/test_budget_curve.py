@@ -47,12 +47,12 @@ def call(args):
     x, saved, view, size = args
     args.clear()
     assert_size_stride(x, (size, 256), (256, 1))
-    out = empty_strided_cuda((256, 256), (256, 1), torch.float32)
+    out = empty_strided_cpu((256, 256), (256, 1), torch.float32)
     twice.run(saved, out, stream=get_raw_stream(0))
     del saved
     if not {keep}:
         del view
-    other = empty_strided_cuda((256, 256), (256, 1), torch.float32)
+    other = empty_strided_cpu((256, 256), (256, 1), torch.float32)
     extern_kernels.mm(x, out, out=other)
     again = out; del out  # reuse
     del other
@@ -63,7 +63,7 @@ def call(args):
 class TestDryRun(TestCase):
     def run_dry(self, keep, held):
         with FakeTensorMode():
-            x, saved = (torch.empty(256, 256, device="cuda") for _ in range(2))
+            x, saved = (torch.empty(256, 256) for _ in range(2))
             inputs = [x, saved, saved[:128].view(-1), 256]
         source = "import torch\n" + WRAPPER.replace("{keep}", str(keep))
         return run_dry(source, {}, inputs, [held, False, False, False])

@@ -21,11 +21,6 @@ from torch._inductor.fx_passes import fuse_attention
 from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "test" / "inductor"))
-
-from pretend_cuda import pretend_cuda
-
-
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
@@ -69,6 +64,16 @@ def _attention(
     )[0]
 
 
+def pretend_cuda() -> contextlib.AbstractContextManager[None]:
+    """Inductor sees a CUDA device; needs Triton, which generates its kernels."""
+    folder = str(Path(__file__).resolve().parents[2] / "test" / "inductor")
+    if folder not in sys.path:
+        sys.path.insert(0, folder)
+    import pretend_cuda as device
+
+    return device.pretend_cuda()
+
+
 @contextlib.contextmanager
 def traced_for_cuda() -> Iterator[None]:
     """What is traced inside calls the attention kernel of CUDA.
@@ -102,6 +107,3 @@ def move_to_cuda(gm: fx.GraphModule) -> None:
         moved = [on_cuda(value) for value in inputs]
         FakeTensorProp(gm, mode).propagate_dont_convert_inputs(*moved)
     gm.recompile()
-
-
-__all__ = ["move_to_cuda", "pretend_cuda", "traced_for_cuda"]

@@ -1,0 +1,181 @@
+#!/usr/bin/env python3
+"""What saving narrow cuts adds to compilation.
+
+    python scripts/bench_boundaries.py --layers 32,64,128
+    python scripts/bench_boundaries.py --compile 5 --device cuda
+
+Traces a Hugging Face Llama of each depth, partitions it once at one budget and times
+the choice of what to save; a row holds the median.  With --compile it trains one step
+instead, each time compiled anew: pairs without and with the feature, in turns, by
+processes that run beside each other.  Rows are kept, those of other runs too.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import shlex
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+
+
+def parser() -> argparse.ArgumentParser:
+    p = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    p.add_argument("--layers", default="32", help="comma list")
+    p.add_argument("--budget", type=float, default=0.05)
+    p.add_argument("--repeat", type=int, default=5)
+    p.add_argument("--compile", type=int, metavar="PAIRS")
+    p.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    p.add_argument("--out", type=Path, default=Path("out/boundaries-time.json"))
+    p.add_argument("--pair", type=int, help=argparse.SUPPRESS)
+    return p
+
+
+def time_planning(layers: int, budget: float, repeat: int) -> dict[str, Any]:
+    """Median time of ``save_narrow_cuts`` on the joint graph of a Llama."""
+    import torch
+    import torch._functorch.config as functorch_config
+    from curve import models
+    from curve.predict import trace_joint
+    from torch._functorch.partitioners import min_cut_rematerialization_partition
+
+    from torch_overlay._functorch._activation_checkpointing import narrow_cuts
+
+    plain = narrow_cuts.save_narrow_cuts
+    found: dict[str, Any] = {"layers": layers, "budget": budget}
+
+    def timed(joint_graph: Any, *args: Any) -> Any:
+        times = []
+        for _ in range(repeat):
+            start = time.perf_counter()
+            saved = plain(joint_graph, *args)
+            times.append(time.perf_counter() - start)
+        found.update(nodes=len(joint_graph.nodes), saved=len(saved))
+        found.update(plan_seconds=statistics.median(times))
+        return saved
+
+    def partition(gm: Any, joint_inputs: Any, **kwargs: Any) -> Any:
+        start = time.perf_counter()
+        with (
+            functorch_config.patch(activation_memory_budget=budget),
+            functorch_config.patch(save_narrow_cuts=True),
+            mock.patch.object(narrow_cuts, "save_narrow_cuts", timed),
+        ):
+            pair = min_cut_rematerialization_partition(gm, joint_inputs, **kwargs)
+        found.update(partition_seconds=time.perf_counter() - start)
+        return pair
+
+    sizes = models.sizes_for("llama", layers=layers)
+    model, inputs = models.build("llama", sizes, torch.float32)
+    trace_joint(model, inputs, partition, "inductor")
+    return found
+
+
+def compile_pair(layers: int, budget: float, device: str, number: int) -> None:
+    """Print the seconds of one compiled step without and with the feature."""
+    import torch
+    import torch._functorch.config as functorch_config
+    from curve import models
+
+    def step(layers: int, save: bool) -> float:
+        sizes = models.sizes_for("llama", layers=layers)
+        model, inputs = models.build("llama", sizes, torch.float32)
+        model = model.to(device)
+        inputs = {k: v.to(device) for k, v in inputs.items()}
+        torch._dynamo.reset()
+        start = time.perf_counter()
+        with functorch_config.patch(
+            activation_memory_budget=budget, save_narrow_cuts=save
+        ):
+            torch.compile(model)(**inputs).backward()
+        if device == "cuda":
+            torch.cuda.synchronize()
+        return time.perf_counter() - start
+
+    step(1, True)
+    order = (False, True) if number % 2 else (True, False)
+    seconds = {save: step(layers, save) for save in order}
+    print("PAIR " + json.dumps([seconds[False], seconds[True]]))
+
+
+def time_compiling(
+    layers: int, budget: float, device: str, pairs: int
+) -> dict[str, Any]:
+    """Medians over ``pairs`` processes; raises RuntimeError if one of them fails."""
+    common = ("--layers", str(layers), "--budget", str(budget), "--device", device)
+    with contextlib.ExitStack() as stack:
+        workers = [
+            stack.enter_context(
+                subprocess.Popen(
+                    [sys.executable, __file__, *common, "--pair", str(i)],
+                    stdout=subprocess.PIPE,
+                    text=True,
+                )
+            )
+            for i in range(pairs)
+        ]
+        lines = [w.communicate()[0].splitlines() for w in workers]
+    found = [json.loads(t[5:]) for out in lines for t in out if t.startswith("PAIR ")]
+    if len(found) < pairs:
+        raise RuntimeError(f"{pairs - len(found)} of {pairs} processes failed")
+    return {
+        "layers": layers,
+        "budget": budget,
+        "pairs": pairs,
+        "compile_seconds_off": statistics.median(off for off, _ in found),
+        "compile_seconds_on": statistics.median(on for _, on in found),
+        "ratio": statistics.median(on / off for off, on in found),
+    }
+
+
+def main(argv: list[str] | None = None) -> int:
+    args = parser().parse_args(argv)
+    import torch
+    from budget_curve import machine_kind
+    from tabulate import tabulate
+
+    import torch_overlay
+
+    if args.device == "cuda" and not torch.cuda.is_available():
+        print("--device cuda: this torch sees no CUDA device", file=sys.stderr)
+        return 2
+    torch.set_num_threads(1)
+    torch_overlay.apply("boundaries")
+    depths = [int(n) for n in args.layers.split(",")]
+    if args.pair is not None:
+        torch.backends.cuda.enable_cudnn_sdp(False)
+        torch._inductor.config.force_disable_caches = True
+        compile_pair(depths[0], args.budget, args.device, args.pair)
+        return 0
+    about = {"torch": torch.__version__, "machine": machine_kind(args.device)}
+    about["command"] = shlex.join(["python", *sys.argv]) if argv is None else None
+    rows = []
+    if args.out.exists():
+        rows = json.loads(args.out.read_text(encoding="utf-8"))
+    for layers in depths:
+        torch._dynamo.reset()
+        if args.compile:
+            row = time_compiling(layers, args.budget, args.device, args.compile)
+        else:
+            row = time_planning(layers, args.budget, args.repeat)
+        rows.append({**row, **about})
+        args.out.parent.mkdir(parents=True, exist_ok=True)
+        args.out.write_text(json.dumps(rows, indent=1), encoding="utf-8")
+    print(tabulate([row for row in rows], headers="keys", floatfmt=".3f"))
+    print(f"rows: {args.out}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
