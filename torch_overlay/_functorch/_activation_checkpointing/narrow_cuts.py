@@ -100,11 +100,12 @@ def plan_saved_cuts(
     stride, coarse = 1, (2, 0)
     while stride <= len(cuts):
         lowest = min(peak for peak, _ in plans)
-        peaks = [attempt(0, stride, phase) for phase in range(stride)]
+        phases = range(0, stride, max(stride // 4, 1))  # four at most
+        peaks = [attempt(0, stride, phase) for phase in phases]
         if stride > 1:
             if min(peaks) >= lowest:
                 break
-            coarse = (stride, peaks.index(min(peaks)))
+            coarse = (stride, phases[peaks.index(min(peaks))])
         stride *= 2
     for early in OrderedSet(len(cuts) * eighth // 8 for eighth in range(1, 8)):
         if early > 0:
