@@ -41,7 +41,8 @@ def _attention(
     enable_gqa: bool = False,
 ) -> torch.Tensor:
     """Memory-efficient attention, or the operators of plain attention where CUDA's
-    kernels refuse the mask, because it is expanded along keys.
+    kernels refuse the mask, because it is expanded along keys.  With dropout the plain
+    operators too: to draw again, a kernel needs a device's generator.
 
     Flash attention, which CUDA prefers for half precision without a mask, holds the
     same tensors.
@@ -50,7 +51,7 @@ def _attention(
         groups = query.size(-3) // key.size(-3)
         key = key.repeat_interleave(groups, -3)
         value = value.repeat_interleave(groups, -3)
-    if attn_mask is not None and attn_mask.stride(-1) != 1:
+    if dropout_p or (attn_mask is not None and attn_mask.stride(-1) != 1):
         return torch.ops.aten._scaled_dot_product_attention_math(
             query, key, value, attn_mask, dropout_p, is_causal, scale=scale
         )[0]
@@ -60,7 +61,7 @@ def _attention(
             attn_mask = zeros.masked_fill(~attn_mask, float("-inf"))
         attn_mask = attn_mask.expand(*query.shape[:-1], key.size(-2))
     return torch.ops.aten._scaled_dot_product_efficient_attention(
-        query, key, value, attn_mask, True, dropout_p, is_causal, scale=scale
+        query, key, value, attn_mask, True, 0.0, is_causal, scale=scale
     )[0]
 
 
