@@ -27,6 +27,8 @@ from unittest import mock
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
+from bench_remat import partitioned_llama
+
 
 def parser() -> argparse.ArgumentParser:
     p = argparse.ArgumentParser(
@@ -44,11 +46,7 @@ def parser() -> argparse.ArgumentParser:
 
 def time_planning(layers: int, budget: float, repeat: int) -> dict[str, Any]:
     """Median time of ``save_narrow_cuts`` on the joint graph of a Llama."""
-    import torch
     import torch._functorch.config as functorch_config
-    from curve import models
-    from curve.predict import trace_joint
-    from torch._functorch.partitioners import min_cut_rematerialization_partition
 
     from torch_overlay._functorch._activation_checkpointing import narrow_cuts
 
@@ -65,20 +63,11 @@ def time_planning(layers: int, budget: float, repeat: int) -> dict[str, Any]:
         found.update(plan_seconds=statistics.median(times))
         return saved
 
-    def partition(gm: Any, joint_inputs: Any, **kwargs: Any) -> Any:
-        start = time.perf_counter()
-        with (
-            functorch_config.patch(activation_memory_budget=budget),
-            functorch_config.patch(save_narrow_cuts=True),
-            mock.patch.object(narrow_cuts, "save_narrow_cuts", timed),
-        ):
-            pair = min_cut_rematerialization_partition(gm, joint_inputs, **kwargs)
-        found.update(partition_seconds=time.perf_counter() - start)
-        return pair
-
-    sizes = models.sizes_for("llama", layers=layers)
-    model, inputs = models.build("llama", sizes, torch.float32)
-    trace_joint(model, inputs, partition, "inductor")
+    with (
+        functorch_config.patch(save_narrow_cuts=True),
+        mock.patch.object(narrow_cuts, "save_narrow_cuts", timed),
+    ):
+        _, found["partition_seconds"] = partitioned_llama(layers, budget)
     return found
 
 
@@ -172,7 +161,7 @@ def main(argv: list[str] | None = None) -> int:
         rows.append({**row, **about})
         args.out.parent.mkdir(parents=True, exist_ok=True)
         args.out.write_text(json.dumps(rows, indent=1), encoding="utf-8")
-    print(tabulate([row for row in rows], headers="keys", floatfmt=".3f"))
+    print(tabulate(rows, headers="keys", floatfmt=".3f"))
     print(f"rows: {args.out}")
     return 0
 

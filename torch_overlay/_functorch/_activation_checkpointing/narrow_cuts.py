@@ -111,9 +111,8 @@ def plan_saved_cuts(
         if early > 0:
             attempt(early, *coarse)
     lowest = min(peak for peak, _ in plans)
-    for peak, nodes in plans[1:2]:
-        if peak <= lowest * _EVERY_CUT:
-            return nodes
+    if cuts and plans[1][0] <= lowest * _EVERY_CUT:
+        return plans[1][1]
     low = [nodes for peak, nodes in plans if peak <= lowest * _NEARLY_EQUAL]
     return min(
         low, key=lambda nodes: sum(s.heavy[i] for i in s.emitted(s.backward, nodes))
