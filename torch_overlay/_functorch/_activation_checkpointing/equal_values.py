@@ -41,8 +41,11 @@ def equal_values(
     """
     numbers: dict[object, int] = {}
     leaves = OrderedSet([*boundaries, *s.placeholders])
-    made: list[int] = []
+    made = [-1] * len(s.nodes)
+    wanted = OrderedSet(nodes)
     for i, node in enumerate(s.nodes):
+        if node.op == "call_function" and i not in wanted:
+            continue
         tensors = tensors_of(node.meta.get("val"))
         key = repr([(t.shape, t.stride(), t.dtype) for t in tensors])
         if i not in leaves:
@@ -50,7 +53,7 @@ def equal_values(
                 (node.args, node.kwargs), lambda a: f"%{made[s.number[a]]}"
             )
             key = f"{node.target} {arguments} {key}"
-        made.append(numbers.setdefault(key, len(numbers)))
+        made[i] = numbers.setdefault(key, len(numbers))
     used: dict[int, list[tuple[int, int]]] = {i: [] for i in nodes}
     found = list(made)
     for i in reversed(nodes):

@@ -92,42 +92,30 @@ class _UnionFind:
             self.parent[max(a, b)] = min(a, b)
 
 
-def _schema_args(node: fx.Node) -> list[tuple[torch.Argument, object]]:
-    if not isinstance(node.target, torch._ops.OpOverload):
-        return []
-    pairs = []
-    for i, argument in enumerate(node.target._schema.arguments):
-        if i < len(node.args):
-            pairs.append((argument, node.args[i]))
-        elif argument.name in node.kwargs:
-            pairs.append((argument, node.kwargs[argument.name]))
-    return pairs
-
-
-def _argument_nodes(value: object) -> list[fx.Node]:
-    return [v for v in pytree.tree_leaves(value) if isinstance(v, fx.Node)]
-
-
 @functools.cache
-def _annotations(target: object) -> tuple[bool, bool]:
-    """Whether an operator's results may alias arguments, and whether it writes any."""
+def _annotated(target: object, written: bool) -> tuple[tuple[int, str], ...]:
+    """Places and names of arguments that a result may alias, or that are written."""
     if not isinstance(target, torch._ops.OpOverload):
-        return False, False
+        return ()
     schema = target._schema
-    aliases = any(r.alias_info is not None for r in schema.returns)
-    return aliases, schema.is_mutable
+    if not written and all(r.alias_info is None for r in schema.returns):
+        return ()
+    return tuple(
+        (i, a.name)
+        for i, a in enumerate(schema.arguments)
+        if a.alias_info is not None and (a.alias_info.is_write or not written)
+    )
 
 
-def _aliased_arguments(node: fx.Node) -> list[fx.Node]:
-    """Arguments that the schema says a result may alias."""
-    if not _annotations(node.target)[0]:
-        return []
-    return [
-        n
-        for argument, value in _schema_args(node)
-        if argument.alias_info is not None
-        for n in _argument_nodes(value)
+def _annotated_arguments(node: fx.Node, written: bool) -> list[fx.Node]:
+    places = _annotated(node.target, written)
+    values = [
+        node.args[i] if i < len(node.args) else node.kwargs.get(name)
+        for i, name in places
     ]
+    if all(isinstance(v, fx.Node) for v in values):
+        return values
+    return [v for v in pytree.tree_leaves(values) if isinstance(v, fx.Node)]
 
 
 def written_arguments(node: fx.Node) -> list[fx.Node]:
@@ -138,13 +126,8 @@ def written_arguments(node: fx.Node) -> list[fx.Node]:
     tensor arguments count as written.
     """
     target = node.target
-    if _annotations(target)[1]:
-        return [
-            n
-            for argument, value in _schema_args(node)
-            if argument.alias_info is not None and argument.alias_info.is_write
-            for n in _argument_nodes(value)
-        ]
+    if isinstance(target, torch._ops.OpOverload):
+        return _annotated_arguments(node, written=True)
     if isinstance(target, torch._ops.HigherOrderOperator):
         name = target.name()
         if "triton_kernel_wrapper_mutation" in name or name == "auto_functionalized":
@@ -193,7 +176,7 @@ def graph_storages(graph: fx.Graph) -> GraphStorages:
                 theirs_from = ids[source][before:]
                 for own, theirs in zip(ids[node], theirs_from, strict=False):
                     groups.union(own, theirs)
-        for source in _aliased_arguments(node):
+        for source in _annotated_arguments(node, written=False):
             for own in ids[node]:
                 for theirs in ids[source]:
                     groups.union(own, theirs)
@@ -209,12 +192,10 @@ def graph_storages(graph: fx.Graph) -> GraphStorages:
             table.append(0)
         table[roots[root]] = max(table[roots[root]], size)
 
-    def dense(values: tuple[int, ...] | list[int]) -> list[int]:
-        return [roots[groups.find(i)] for i in values]
-
+    dense = [roots[groups.find(i)] for i in range(len(sizes))]
     return GraphStorages(
         size_bytes=tuple(table),
-        of_node={n: tuple(dict.fromkeys(dense(v))) for n, v in ids.items()},
-        mutated=OrderedSet(dense(written)),
-        opaque=OrderedSet(dense(opaque)),
+        of_node={n: tuple(dict.fromkeys(dense[i] for i in v)) for n, v in ids.items()},
+        mutated=OrderedSet(dense[i] for i in written),
+        opaque=OrderedSet(dense[i] for i in opaque),
     )

@@ -73,6 +73,10 @@ class JointSchedule:
         self.fusible = [types.is_fusible(n) for n in nodes]
         self.moves, self.heavy = [], []
         self._reads = [[v for a in ins for v in self.values[a]] for ins in self.inputs]
+        self._one = [
+            v[0] if f and len(v) == 1 else -1
+            for f, v in zip(self.fusible, self.values, strict=True)
+        ]
         seen = bytearray(len(self.size_bytes))
         for node, values in zip(nodes, self.values, strict=True):
             moves = node.op == "call_function" and all(map(seen.__getitem__, values))
@@ -143,33 +147,35 @@ class JointSchedule:
         self, order: Sequence[int], start: OrderedSet[int], end: OrderedSet[int]
     ) -> Iterable[int]:
         """Per node of ``order``; ``start`` and ``end`` live before and after it."""
-        last, reader = ([-1] * len(self.size_bytes) for _ in range(2))
+        moves, one, reads = self.moves, self._one, self._reads
+        count, sizes = len(order), self.size_bytes
+        last, reader = [-1] * len(sizes), [-1] * len(sizes)
         for v in end:
-            last[v], reader[v] = len(order), _SEVERAL
-        placed = bytearray(len(self.size_bytes))
+            last[v], reader[v] = count, _SEVERAL
+        placed = bytearray(len(sizes))
         for v in self.resident:
             placed[v] = 1
-        runs_at = list(range(len(order)))
-        for k in range(len(order) - 1, -1, -1):
+        runs_at = list(range(count))
+        for k in range(count - 1, -1, -1):
             i = order[k]
-            if self.moves[i]:
+            if moves[i]:
                 continue
-            if self.fusible[i] and len(self.values[i]) == 1:
-                only = reader[self.values[i][0]]
+            at, result = k, one[i]
+            if result >= 0:
+                only = reader[result]
                 if only >= 0 and self.fusible[order[only]]:
-                    placed[self.values[i][0]] = 1
-                    runs_at[k] = runs_at[only]
-            at = runs_at[k]
-            for v in self._reads[i]:
+                    placed[result] = 1
+                    runs_at[k] = at = runs_at[only]
+            for v in reads[i]:
                 if reader[v] != k:
                     reader[v] = k if reader[v] == -1 else _SEVERAL
                 if last[v] < at:
                     last[v] = at
-        steps = [0] * (len(order) + 2)
+        steps = [0] * (count + 2)
         for k, made in enumerate([start, *(self.values[i] for i in order)], -1):
             for v in made:
                 if not placed[v]:
                     placed[v] = 1
-                    steps[max(k, 0)] += self.size_bytes[v]
-                    steps[max(last[v], k, 0) + 1] -= self.size_bytes[v]
+                    steps[max(k, 0)] += sizes[v]
+                    steps[max(last[v], k, 0) + 1] -= sizes[v]
         return itertools.accumulate(steps)
