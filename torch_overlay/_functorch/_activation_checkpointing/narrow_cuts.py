@@ -18,6 +18,7 @@ from torch.utils._ordered_set import OrderedSet
 from .equal_values import latest_of_equal_values  # overlay only
 from .joint_schedule import JointSchedule
 from .saved_besides import values_not_to_recompute, values_read_expanded  # overlay only
+from .traded_cuts import trade_cuts  # overlay only
 from .wide_places import plan_wide_places  # overlay only
 
 
@@ -143,6 +144,7 @@ def save_narrow_cuts(
     saved += values_read_expanded(schedule, saved)  # overlay only
     planned = plan_saved_cuts(schedule, saved, cuts)
     planned = plan_wide_places(schedule, stock, planned, places)  # overlay only
+    planned = trade_cuts(schedule, planned, cuts)  # overlay only
     planned += values_not_to_recompute(schedule, stock, planned)  # overlay only
     planned += values_read_expanded(schedule, planned)  # overlay only
     log.info("save_narrow_cuts: %d values, not %d", len(planned), len(saved_values))
