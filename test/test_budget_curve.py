@@ -132,7 +132,7 @@ class TestArguments(TestCase):
             (["--predict", "--rng", "keep"], "accepted are off, replay, save"),
             (
                 ["--predict", "--methods", "best"],
-                "accepted are stock, light, all, boundaries, memory, ac1",
+                "accepted are stock, light, all, boundaries, memory, mask-again, ac1",
             ),
             (["--predict", "--jobs", "0"], "--jobs must be at least 1"),
             (["--measure", "--device", "cpu"], "use --predict on a CPU-only machine"),

@@ -20,13 +20,15 @@ if TYPE_CHECKING:
 
 
 # Methods that run at every budget, with the features that each needs; "memory" is what
-# TORCH_OVERLAY=memory turns on.
+# TORCH_OVERLAY=memory turns on, "mask-again" is boundaries without saving what
+# attention's backward reads expanded.
 BUDGET_METHODS: dict[str, tuple[str, ...]] = {
     "stock": (),
     "light": ("remat=light",),
     "all": ("remat=all",),
     "boundaries": ("boundaries",),
     "memory": ("remat=light", "boundaries"),
+    "mask-again": ("boundaries",),
 }
 FIXED_METHODS = ("ac1", "ac2", "sac-attn", "sac-mm", "eager")
 METHODS = (*BUDGET_METHODS, *FIXED_METHODS)

@@ -12,7 +12,10 @@ import torch._functorch.config as functorch_config
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._inductor.custom_graph_pass import CustomPartitionerFn
 
-from torch_overlay._functorch._activation_checkpointing import use_site_remat
+from torch_overlay._functorch._activation_checkpointing import (
+    narrow_cuts,
+    use_site_remat,
+)
 from torch_overlay._functorch._activation_checkpointing.graph_storage import (
     graph_storages,
 )
@@ -102,7 +105,8 @@ class ObservingPartitioner(CustomPartitionerFn):
         return observed_partition(gm, inputs, kwargs, self.into)
 
 
-def method_settings(method: str) -> contextlib.AbstractContextManager[None]:
+@contextlib.contextmanager
+def method_settings(method: str) -> Iterator[None]:
     """Set the keys of the overlay to a method's values; the rest of it is off."""
     features = dict(f.partition("=")[::2] for f in BUDGET_METHODS.get(method, ()))
     wanted = {
@@ -110,4 +114,12 @@ def method_settings(method: str) -> contextlib.AbstractContextManager[None]:
         "save_narrow_cuts": "boundaries" in features,
     }
     there = {k: v for k, v in wanted.items() if hasattr(functorch_config, k)}
-    return functorch_config.patch(there) if there else contextlib.nullcontext()
+    with contextlib.ExitStack() as settings:
+        if there:
+            settings.enter_context(functorch_config.patch(there))
+        if method == "mask-again":
+            nothing = mock.patch.object(
+                narrow_cuts, "values_read_expanded", lambda schedule, saved: []
+            )
+            settings.enter_context(nothing)
+        yield

@@ -125,7 +125,7 @@ class JointSchedule:
         return max(self.live_bytes(saved))
 
     def live_bytes(self, saved: Iterable[int]) -> list[int]:
-        """Live bytes at each node of the forward, then of the backward."""
+        """Live bytes at each node of the forward, then of the emitted backward."""
         backward = self.emitted(self.backward, saved)
         read = bytearray(len(self.nodes))
         for i in itertools.chain(
@@ -178,4 +178,4 @@ class JointSchedule:
                     placed[v] = 1
                     steps[max(k, 0)] += sizes[v]
                     steps[max(last[v], k, 0) + 1] -= sizes[v]
-        return itertools.accumulate(steps)
+        return itertools.accumulate(steps[: max(count, 1)])

@@ -16,6 +16,7 @@ from torch._functorch import config
 from torch.utils._ordered_set import OrderedSet
 
 from .equal_values import latest_of_equal_values  # overlay only
+from .held_at_peak import save_held_at_peak  # overlay only
 from .joint_schedule import JointSchedule
 from .saved_besides import values_not_to_recompute, values_read_expanded  # overlay only
 from .traded_cuts import trade_cuts  # overlay only
@@ -144,6 +145,7 @@ def save_narrow_cuts(
     saved += values_read_expanded(schedule, saved)  # overlay only
     planned = plan_saved_cuts(schedule, saved, cuts)
     planned = plan_wide_places(schedule, stock, planned, places)  # overlay only
+    planned = save_held_at_peak(schedule, planned)  # overlay only
     planned = trade_cuts(schedule, planned, cuts)  # overlay only
     planned += values_not_to_recompute(schedule, stock, planned)  # overlay only
     planned += values_read_expanded(schedule, planned)  # overlay only

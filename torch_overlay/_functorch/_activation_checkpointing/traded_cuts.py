@@ -27,8 +27,24 @@ if TYPE_CHECKING:
 _WORK, _BYTES, _PEAK = 8, 1.1, 1.005
 
 
-def _work(s: JointSchedule, nodes: Iterable[int]) -> float:
-    return sum(recompute_cost(s.nodes[i]) for i in nodes if not s.moves[i])
+class _Work:
+    """Work of running nodes once; nodes of one kind and shape are looked at once."""
+
+    def __init__(self, s: JointSchedule) -> None:
+        self.s = s
+        self.known: dict[str, float] = {}
+
+    def __call__(self, nodes: Iterable[int]) -> float:
+        total = 0.0
+        for i in nodes:
+            if not self.s.moves[i]:
+                node = self.s.nodes[i]
+                values = [n.meta.get("val") for n in node.all_input_nodes]
+                key = f"{node.target} {[getattr(v, 'shape', v) for v in values]}"
+                if key not in self.known:
+                    self.known[key] = recompute_cost(node)
+                total += self.known[key]
+        return total
 
 
 def _bytes(s: JointSchedule, nodes: Iterable[int]) -> int:
@@ -44,7 +60,7 @@ def _results(s: JointSchedule, i: int, among: OrderedSet[int]) -> list[int]:
 
 
 def _values(
-    s: JointSchedule, again: OrderedSet[int], largest: float
+    s: JointSchedule, again: OrderedSet[int], largest: float, work: _Work
 ) -> list[tuple[float, int, list[int]]]:
     """Work, node and results of heavy nodes that the backward runs again.
 
@@ -55,12 +71,12 @@ def _values(
         if s.heavy[i] and may_run_again(s, i):
             results = _results(s, i, again)
             if all(map(s.may_save, results)) and 0 < _bytes(s, results) <= largest:
-                found.append((_work(s, [i]), i, results))
+                found.append((work([i]), i, results))
     return sorted(found, reverse=True)
 
 
 def _prices(
-    s: JointSchedule, cuts: Iterable[int], have: OrderedSet[int]
+    s: JointSchedule, cuts: Iterable[int], have: OrderedSet[int], work: _Work
 ) -> list[tuple[float, int, OrderedSet[int]]]:
     """Work and nodes that giving up a cut adds, of those that may be given up."""
     found = []
@@ -71,7 +87,7 @@ def _prices(
             nodes.update(new)
             chain += new
         if all(may_run_again(s, i) for i in nodes):
-            found.append((_work(s, nodes), cut, nodes))
+            found.append((work(nodes), cut, nodes))
     return sorted(found, key=operator.itemgetter(0, 1))
 
 
@@ -89,12 +105,13 @@ def trade_cuts(
     kept = OrderedSet(planned) & (read | OrderedSet(s.placeholders))
     have = OrderedSet([*kept, *s.placeholders, *again])
     left = kept & read & OrderedSet(i for cut in cuts for i in cut)
-    prices = _prices(s, left, have)
+    work = _Work(s)
+    prices = _prices(s, left, have, work)
     room = {i: _bytes(s, [i]) * _BYTES for i in left}
     highest = 0.0
-    for work, _, results in _values(s, again, max(room.values(), default=0)):
+    for saves, _, results in _values(s, again, max(room.values(), default=0), work):
         size = _bytes(s, results)
-        fit = [p for p in prices if p[0] * _WORK <= work and size <= room[p[1]]]
+        fit = [p for p in prices if p[0] * _WORK <= saves and size <= room[p[1]]]
         if not fit:
             continue
         _, cut, nodes = fit[0]
@@ -105,5 +122,5 @@ def trade_cuts(
         planned, kept = plan, OrderedSet(plan)
         have.update(nodes)
         left.discard(cut)
-        prices = _prices(s, left, have)
+        prices = _prices(s, left, have, work)
     return planned

@@ -1,0 +1,57 @@
+"""Saves what the backward would make again before its peak and hold there.
+
+The last layer's values are such ones where a budget saves few: the backward needs them
+first.  Saved, they take the same memory at the peak, and what they are made from none.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from torch.utils._ordered_set import OrderedSet
+
+from .equal_values import may_run_again
+
+
+if TYPE_CHECKING:
+    from .joint_schedule import JointSchedule
+
+# Values that are added at most, one after the other, and how much each must lower the
+# predicted peak: it is not exact, and a saved value is alive for longer.
+_MAX_VALUES, _LOWER = 8, 1.005
+
+
+def _held_at_peak(s: JointSchedule, planned: list[int], live: list[int]) -> list[int]:
+    """Heavy nodes that the backward runs again before its peak and reads after it.
+
+    The largest one is last, of equal ones the latest.
+    """
+    order = s.emitted(s.backward, planned)
+    peak = live.index(max(live)) - (len(live) - len(order))
+    if peak < 0:  # in the forward
+        return []
+    last = {v: k for k, i in enumerate(order) for a in s.inputs[i] for v in s.values[a]}
+    own = OrderedSet(s.backward)
+    found = [
+        (s.size_bytes[s.values[i][0]], i)
+        for i in order[:peak]
+        if s.heavy[i]
+        and i not in own
+        and s.may_save(i)
+        and may_run_again(s, i)
+        and last.get(s.values[i][0], -1) >= peak
+    ]
+    return [i for _, i in sorted(found)]
+
+
+def save_held_at_peak(s: JointSchedule, planned: list[int]) -> list[int]:
+    """``planned`` and values held at its peak, as long as each lowers it."""
+    live = s.live_bytes(planned)
+    for _ in range(_MAX_VALUES):
+        held = _held_at_peak(s, planned, live)
+        plan = [*planned, *held[-1:]]
+        lower = s.live_bytes(plan) if held else live
+        if max(lower) * _LOWER > max(live):
+            break
+        planned, live = plan, lower
+    return planned
