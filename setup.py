@@ -8,7 +8,7 @@ HERE = Path(__file__).parent
 PINS = json.loads((HERE / "torch_overlay" / "pins.json").read_text(encoding="utf-8"))
 OLDEST = next(iter(PINS["releases"]))
 MODELS = ["transformers==5.24.0"]
-PLOT = ["matplotlib>=3.8"]
+PLOT = ["matplotlib>=3.8", "scipy>=1.11"]
 TEST = [
     "expecttest>=0.3",
     "hypothesis>=6.100",

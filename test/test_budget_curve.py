@@ -19,6 +19,7 @@ from torch.testing._internal.common_utils import run_tests, TestCase
 SCRIPTS = Path(__file__).resolve().parent.parent / "scripts"
 sys.path.insert(0, str(SCRIPTS))
 
+import boundaries_tables
 import budget_curve
 from curve import measure, methods, models, pretend, report
 from curve.dry_run import run_dry
@@ -116,6 +117,20 @@ class TestPretendAttention(TestCase):
             graph = make_fx(attend, tracing_mode="fake", _allow_non_fake_inputs=True)(q)
             kernels = "efficient_attention" in str(graph.graph)
             self.assertEqual(kernels, name != "expanded", name)
+
+
+class TestDocs(TestCase):
+    def test_tables_are_those_of_the_result_files(self):
+        page = (SCRIPTS.parent / "docs" / "boundaries.md").read_text(encoding="utf-8")
+        lines = page.splitlines()
+        for title, table in boundaries_tables.TABLES.items():
+            for line in table():
+                self.assertIn(line, lines, title)
+
+    def test_largest_rise(self):
+        rows = [{"budget": b, "peak": p} for b, p in ((0, 120), (0.5, 100), (1, 110))]
+        self.assertAlmostEqual(boundaries_tables.largest_rise(rows, "peak"), 0.2)
+        self.assertEqual(boundaries_tables.largest_rise(rows[1:], "peak"), 0)
 
 
 class TestArguments(TestCase):

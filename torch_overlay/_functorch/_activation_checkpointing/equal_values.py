@@ -47,12 +47,13 @@ def equal_values(
         if node.op == "call_function" and i not in wanted:
             continue
         tensors = tensors_of(node.meta.get("val"))
-        key = repr([(t.shape, t.stride(), t.dtype) for t in tensors])
+        layout = repr([(t.shape, t.stride(), t.dtype) for t in tensors])
+        key: object = layout
         if i not in leaves:
             arguments = fx.map_arg(
                 (node.args, node.kwargs), lambda a: f"%{made[s.number[a]]}"
             )
-            key = f"{node.target} {arguments} {key}"
+            key = (node.target, f"{arguments} {layout}")
         made[i] = numbers.setdefault(key, len(numbers))
     used: dict[int, list[tuple[int, int]]] = {i: [] for i in nodes}
     found = list(made)

@@ -26,7 +26,7 @@ def _held_at_peak(s: JointSchedule, planned: list[int], live: list[int]) -> list
 
     The largest one is last, of equal ones the latest.
     """
-    order = s.emitted(s.backward, planned)
+    order = s.makers(s.emitted(s.backward, planned))
     peak = live.index(max(live)) - (len(live) - len(order))
     if peak < 0:  # in the forward
         return []

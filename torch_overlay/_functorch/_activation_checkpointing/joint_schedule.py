@@ -120,12 +120,19 @@ class JointSchedule:
             order += sorted(found)
         return order
 
+    def makers(self, order: Iterable[int]) -> list[int]:
+        """Those nodes of ``order`` that do not only rename storage."""
+        return [i for i in order if not self.moves[i]]
+
     def peak_bytes(self, saved: Iterable[int]) -> int:
         """Predicted peak with these nodes saved; what no node reads is left out."""
         return max(self.live_bytes(saved))
 
     def live_bytes(self, saved: Iterable[int]) -> list[int]:
-        """Live bytes at each node of the forward, then of the emitted backward."""
+        """Live bytes where the forward and then the backward make values, in order.
+
+        Of what is ``emitted`` those nodes count that do not only rename storage.
+        """
         backward = self.emitted(self.backward, saved)
         read = bytearray(len(self.nodes))
         for i in itertools.chain(
@@ -139,15 +146,15 @@ class JointSchedule:
         start = kept | self.storages(self.placeholders)
         gradients = self.storages(self.backward_outputs)
         return [
-            *self._live_bytes(forward, OrderedSet(), results),
-            *self._live_bytes(backward, start, gradients),
+            *self._live_bytes(self.makers(forward), OrderedSet(), results),
+            *self._live_bytes(self.makers(backward), start, gradients),
         ]
 
     def _live_bytes(
         self, order: Sequence[int], start: OrderedSet[int], end: OrderedSet[int]
     ) -> Iterable[int]:
         """Per node of ``order``; ``start`` and ``end`` live before and after it."""
-        moves, one, reads = self.moves, self._one, self._reads
+        one, reads = self._one, self._reads
         count, sizes = len(order), self.size_bytes
         last, reader = [-1] * len(sizes), [-1] * len(sizes)
         for v in end:
@@ -158,8 +165,6 @@ class JointSchedule:
         runs_at = list(range(count))
         for k in range(count - 1, -1, -1):
             i = order[k]
-            if moves[i]:
-                continue
             at, result = k, one[i]
             if result >= 0:
                 only = reader[result]
