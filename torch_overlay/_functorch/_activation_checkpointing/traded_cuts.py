@@ -101,6 +101,7 @@ def trade_cuts(
     order = s.emitted(s.backward, planned)
     again = OrderedSet(order) - OrderedSet(s.backward)
     read = OrderedSet(a for i in order for a in s.inputs[i])
+    read.update(s.backward_outputs)
     # What is planned and not read takes no memory as long as that stays so.
     kept = OrderedSet(planned) & (read | OrderedSet(s.placeholders))
     have = OrderedSet([*kept, *s.placeholders, *again])
