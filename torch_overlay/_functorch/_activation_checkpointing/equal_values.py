@@ -26,11 +26,6 @@ if TYPE_CHECKING:
     from .joint_schedule import JointSchedule
 
 
-def _before_backward(s: JointSchedule, needed: Iterable[int]) -> list[int]:
-    """The forward and what only the backward needs of it, like a log-sum-exp."""
-    return sorted(OrderedSet([*s.forward, *needed]) - OrderedSet(s.backward))
-
-
 def equal_values(
     s: JointSchedule, boundaries: Iterable[int], nodes: Sequence[int]
 ) -> list[int]:
@@ -86,7 +81,8 @@ def latest_of_equal_values(
     on stay as they are, and only values that the backward may need take a place.
     """
     needed = OrderedSet(s.emitted(s.backward, ()))
-    nodes = _before_backward(s, needed)
+    # With what only the backward needs of the forward, like a log-sum-exp.
+    nodes = sorted(OrderedSet([*s.forward, *needed]) - OrderedSet(s.backward))
     numbers = equal_values(s, (i for cut in cuts for i in cut), nodes)
     equals: dict[int, list[int]] = {}
     for i in nodes:

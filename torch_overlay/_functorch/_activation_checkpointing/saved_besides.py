@@ -39,10 +39,7 @@ def values_read_expanded(s: JointSchedule, saved: Sequence[int]) -> list[int]:
 def values_not_to_recompute(
     s: JointSchedule, saved: Sequence[int], planned: Sequence[int]
 ) -> list[int]:
-    """What must be saved too because ``planned`` has the backward recompute it.
-
-    Of the nodes that were not recomputed with ``saved``.
-    """
+    """What ``planned`` recomputes, and ``saved`` did not, that must not run again."""
     before = OrderedSet(s.emitted(s.backward, saved))
     found: list[int] = []
     for i in s.emitted(s.backward, planned):
