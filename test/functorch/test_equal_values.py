@@ -11,7 +11,15 @@ from torch.testing._internal.common_utils import run_tests, TestCase
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
-from test_narrow_cuts import Block, gradients, partitioned, stack, WithDropout
+from test_narrow_cuts import (
+    Block,
+    cuts_of,
+    gradients,
+    matmuls,
+    partitioned,
+    stack,
+    WithDropout,
+)
 
 import torch_overlay  # overlay only
 from torch_overlay._functorch._activation_checkpointing import narrow_cuts
@@ -68,19 +76,6 @@ class UpAndDown(nn.Module):
         for layer in self.up:
             x = layer(torch.cat([x, kept.pop()], -1)).sin()
         return x
-
-
-def matmuls(schedule):
-    return [
-        i
-        for i in schedule.forward
-        if schedule.nodes[i].target is torch.ops.aten.mm.default
-    ]
-
-
-def cuts_of(schedule):
-    places = narrow_cuts.narrowest_places(schedule)
-    return [place for place in places if len(place) == 1]
 
 
 class TestEqualValues(TestCase):

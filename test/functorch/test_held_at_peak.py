@@ -11,10 +11,9 @@ from torch.testing._internal.common_utils import run_tests, TestCase
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
-from test_narrow_cuts import gradients, partitioned, WithDropout
+from test_narrow_cuts import all_cuts, gradients, matmuls, partitioned, WithDropout
 
 import torch_overlay  # overlay only
-from torch_overlay._functorch._activation_checkpointing import narrow_cuts
 from torch_overlay._functorch._activation_checkpointing.held_at_peak import (
     save_held_at_peak,
 )
@@ -39,40 +38,25 @@ def layers():
     return model, torch.randn(8, 256, 32)
 
 
-def products(schedule):
-    """``up`` and ``down`` of each layer."""
-    return [
-        i
-        for i in schedule.forward
-        if schedule.nodes[i].target is torch.ops.aten.mm.default
-    ]
-
-
-def cuts_of(schedule):
-    places = narrow_cuts.narrowest_places(schedule)
-    cuts = [i for place in places if len(place) == 1 for i in place]
-    return [*schedule.placeholders, *cuts]
-
-
 class TestHeldAtPeak(TestCase):
     @torch_overlay.applied("rng", "boundaries")  # overlay only
     def test_last_layer_is_not_made_again(self):
         _, _, schedule = partitioned(*layers(), budget=0)
-        planned = cuts_of(schedule)
+        planned = all_cuts(schedule)
         found = save_held_at_peak(schedule, planned)
         added = found[len(planned) :]
         self.assertEqual(found[: len(planned)], planned)
-        self.assertEqual(added, [products(schedule)[14]])
+        self.assertEqual(added, [matmuls(schedule)[14]])
         self.assertLess(schedule.peak_bytes(found), schedule.peak_bytes(planned))
 
     @torch_overlay.applied("rng", "boundaries")  # overlay only
     def test_partitioner_saves_it(self):
         _, backward, schedule = partitioned(*layers(), budget=0)
         given = [n.name for n in backward.graph.find_nodes(op="placeholder")]
-        self.assertIn(schedule.nodes[products(schedule)[14]].name, given)
+        self.assertIn(schedule.nodes[matmuls(schedule)[14]].name, given)
         _, backward, _ = partitioned(*layers(), budget=0, save=False)
         given = [n.name for n in backward.graph.find_nodes(op="placeholder")]
-        self.assertNotIn(schedule.nodes[products(schedule)[14]].name, given)
+        self.assertNotIn(schedule.nodes[matmuls(schedule)[14]].name, given)
 
     @torch_overlay.applied("rng", "boundaries")  # overlay only
     def test_policies_stay(self):
@@ -80,7 +64,7 @@ class TestHeldAtPeak(TestCase):
         policy = torch.utils.checkpoint.CheckpointPolicy.MUST_RECOMPUTE
         for node in schedule.nodes:
             node.meta["recompute"] = policy
-        planned = cuts_of(schedule)
+        planned = all_cuts(schedule)
         self.assertEqual(save_held_at_peak(schedule, planned), planned)
 
     @torch_overlay.applied("rng", "boundaries")  # overlay only

@@ -133,6 +133,23 @@ def gradients(model, *inputs, budget, save=True, backend="aot_eager"):
     return [p.grad.clone() for p in model.parameters()]
 
 
+def matmuls(schedule):
+    return [
+        i
+        for i in schedule.forward
+        if schedule.nodes[i].target is torch.ops.aten.mm.default
+    ]
+
+
+def cuts_of(schedule):
+    places = narrow_cuts.narrowest_places(schedule)
+    return [place for place in places if len(place) == 1]
+
+
+def all_cuts(schedule):
+    return [*schedule.placeholders, *(i for cut in cuts_of(schedule) for i in cut)]
+
+
 class TestNarrowCuts(TestCase):
     @torch_overlay.applied("rng", "boundaries")  # overlay only
     def test_peak_at_small_budgets(self):

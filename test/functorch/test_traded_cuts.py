@@ -11,10 +11,16 @@ from torch.testing._internal.common_utils import run_tests, TestCase
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
-from test_narrow_cuts import gradients, partitioned, stack, WithDropout
+from test_narrow_cuts import (
+    all_cuts,
+    cuts_of,
+    gradients,
+    partitioned,
+    stack,
+    WithDropout,
+)
 
 import torch_overlay  # overlay only
-from torch_overlay._functorch._activation_checkpointing import narrow_cuts
 from torch_overlay._functorch._activation_checkpointing.recompute_cost import (
     node_flops,
 )
@@ -51,15 +57,6 @@ class Words(nn.Module):
 def words_model(layers=4, size=32, length=1024):
     torch.manual_seed(0)
     return Words(layers, size), torch.randint(16, (2, length))
-
-
-def cuts_of(schedule):
-    places = narrow_cuts.narrowest_places(schedule)
-    return [place for place in places if len(place) == 1]
-
-
-def all_cuts(schedule):
-    return [*schedule.placeholders, *(i for cut in cuts_of(schedule) for i in cut)]
 
 
 def read_bytes(schedule, saved):

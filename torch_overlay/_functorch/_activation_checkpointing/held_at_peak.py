@@ -11,14 +11,14 @@ from typing import TYPE_CHECKING
 from torch.utils._ordered_set import OrderedSet
 
 from .equal_values import may_run_again
+from .joint_schedule import NEARLY_EQUAL
 
 
 if TYPE_CHECKING:
     from .joint_schedule import JointSchedule
 
-# Values that are added at most, one after the other, and how much each must lower the
-# predicted peak: it is not exact, and a saved value is alive for longer.
-_MAX_VALUES, _LOWER = 8, 1.005
+# Values that are added at most, one after the other.
+_MAX_VALUES = 8
 
 
 def _held_at_peak(s: JointSchedule, planned: list[int], live: list[int]) -> list[int]:
@@ -51,7 +51,8 @@ def save_held_at_peak(s: JointSchedule, planned: list[int]) -> list[int]:
         held = _held_at_peak(s, planned, live)
         plan = [*planned, *held[-1:]]
         lower = s.live_bytes(plan) if held else live
-        if max(lower) * _LOWER > max(live):
+        # An equal peak is not enough: a saved value is alive for longer.
+        if max(lower) * NEARLY_EQUAL > max(live):
             break
         planned, live = plan, lower
     return planned

@@ -32,6 +32,8 @@ _LIGHT_BESIDES = OrderedSet(
 )
 
 _SEVERAL = -2
+# Predicted peaks that differ by less than this part count as equal.
+NEARLY_EQUAL = 1.005
 
 
 def _is_heavy(node: fx.Node, types: OpTypes) -> bool:
@@ -120,6 +122,21 @@ class JointSchedule:
             order += sorted(found)
         return order
 
+    def results(self, i: int) -> list[int]:
+        """The nodes that take a node's results apart, or the node itself."""
+        readers = [self.number[n] for n in self.nodes[i].users]
+        parts = [k for k in readers if self.nodes[k].target is operator.getitem]
+        return parts or [i]
+
+    def used(self, saved: Iterable[int], backward: Iterable[int]) -> list[int]:
+        """Those of ``saved`` that an emitted backward reads or returns."""
+        read = bytearray(len(self.nodes))
+        for i in itertools.chain(
+            self.backward_outputs, *map(self.inputs.__getitem__, backward)
+        ):
+            read[i] = 1
+        return [i for i in saved if read[i]]
+
     def makers(self, order: Iterable[int]) -> list[int]:
         """Those nodes of ``order`` that do not only rename storage."""
         return [i for i in order if not self.moves[i]]
@@ -134,12 +151,7 @@ class JointSchedule:
         Of what is ``emitted`` those nodes count that do not only rename storage.
         """
         backward = self.emitted(self.backward, saved)
-        read = bytearray(len(self.nodes))
-        for i in itertools.chain(
-            self.backward_outputs, *map(self.inputs.__getitem__, backward)
-        ):
-            read[i] = 1
-        used = [i for i in saved if read[i]]
+        used = self.used(saved, backward)
         forward = sorted([*self._always, *self.emitted(used, self._always)])
         kept = self.storages(used)
         results = self.storages(self.forward_outputs) | kept

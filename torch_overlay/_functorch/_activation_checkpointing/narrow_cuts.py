@@ -17,7 +17,7 @@ from torch.utils._ordered_set import OrderedSet
 
 from .equal_values import latest_of_equal_values  # overlay only
 from .held_at_peak import save_held_at_peak  # overlay only
-from .joint_schedule import JointSchedule
+from .joint_schedule import JointSchedule, NEARLY_EQUAL
 from .saved_besides import values_not_to_recompute, values_read_expanded  # overlay only
 from .traded_cuts import trade_cuts  # overlay only
 from .wide_places import plan_wide_places  # overlay only
@@ -35,9 +35,9 @@ log = logging.getLogger(__name__)
 # Large is what has a quarter of the median size or more; a value that is a thousand
 # times smaller than the largest has no part in the median.
 _LARGE_RATIO, _NEGLIGIBLE_RATIO = 1 / 4, 1 / 1024
-# Predicted peaks that differ by less than this count as equal; a plan that leaves cuts
-# out, of which some may be in the middle of layers, must be better by more.
-_NEARLY_EQUAL, _EVERY_CUT = 1.005, 1.0125
+# A plan that leaves cuts out, of which some may be in the middle of layers, must be
+# better than every cut by more than this.
+_EVERY_CUT = 1.0125
 
 
 def _kept_values(s: JointSchedule) -> dict[int, int]:
@@ -115,7 +115,7 @@ def plan_saved_cuts(
     lowest = min(peak for peak, _ in plans)
     if cuts and plans[1][0] <= lowest * _EVERY_CUT:
         return plans[1][1]
-    low = [nodes for peak, nodes in plans if peak <= lowest * _NEARLY_EQUAL]
+    low = [nodes for peak, nodes in plans if peak <= lowest * NEARLY_EQUAL]
     return min(
         low, key=lambda nodes: sum(s.heavy[i] for i in s.emitted(s.backward, nodes))
     )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 from typing import TYPE_CHECKING
 
 from torch.utils._ordered_set import OrderedSet
@@ -44,7 +43,5 @@ def values_not_to_recompute(
     found: list[int] = []
     for i in s.emitted(s.backward, planned):
         if i not in before and not may_run_again(s, i):
-            readers = [s.number[n] for n in s.nodes[i].users]
-            parts = [k for k in readers if s.nodes[k].target is operator.getitem]
-            found += parts or [i]
+            found += s.results(i)
     return found

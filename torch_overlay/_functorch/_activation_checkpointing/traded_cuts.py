@@ -10,10 +10,10 @@ from __future__ import annotations
 import operator
 from typing import TYPE_CHECKING
 
-import torch
 from torch.utils._ordered_set import OrderedSet
 
 from .equal_values import may_run_again
+from .joint_schedule import NEARLY_EQUAL
 from .recompute_cost import recompute_cost
 
 
@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     from .joint_schedule import JointSchedule
 
 # A trade must save at least this many times the work that it adds, for bytes that are
-# at most so many times those of the cut, and may raise the predicted peak by no more.
-_WORK, _BYTES, _PEAK = 8, 1.1, 1.005
+# at most so many times those of the cut.
+_WORK, _BYTES = 8, 1.1
 
 
 class _Work:
@@ -51,14 +51,6 @@ def _bytes(s: JointSchedule, nodes: Iterable[int]) -> int:
     return sum(s.size_bytes[v] for v in s.storages(nodes))
 
 
-def _results(s: JointSchedule, i: int, among: OrderedSet[int]) -> list[int]:
-    """What to save so that a node does not run: itself, or those of its results."""
-    if isinstance(s.nodes[i].meta.get("val"), torch.Tensor):
-        return [i]
-    readers = [s.number[n] for n in s.nodes[i].users]
-    return [k for k in readers if k in among and s.nodes[k].target is operator.getitem]
-
-
 def _values(
     s: JointSchedule, again: OrderedSet[int], largest: float, work: _Work
 ) -> list[tuple[float, int, list[int]]]:
@@ -69,7 +61,7 @@ def _values(
     found = []
     for i in again:
         if s.heavy[i] and may_run_again(s, i):
-            results = _results(s, i, again)
+            results = [k for k in s.results(i) if k in again]
             if all(map(s.may_save, results)) and 0 < _bytes(s, results) <= largest:
                 found.append((work([i]), i, results))
     return sorted(found, reverse=True)
@@ -100,12 +92,11 @@ def trade_cuts(
     """
     order = s.emitted(s.backward, planned)
     again = OrderedSet(order) - OrderedSet(s.backward)
-    read = OrderedSet(a for i in order for a in s.inputs[i])
-    read.update(s.backward_outputs)
+    read = OrderedSet(s.used(planned, order))
     # What is planned and not read takes no memory as long as that stays so.
     kept = OrderedSet(planned) & (read | OrderedSet(s.placeholders))
     have = OrderedSet([*kept, *s.placeholders, *again])
-    left = kept & read & OrderedSet(i for cut in cuts for i in cut)
+    left = read & OrderedSet(i for cut in cuts for i in cut)
     work = _Work(s)
     prices = _prices(s, left, have, work)
     room = {i: _bytes(s, [i]) * _BYTES for i in left}
@@ -116,7 +107,7 @@ def trade_cuts(
         if not fit:
             continue
         _, cut, nodes = fit[0]
-        highest = highest or s.peak_bytes(planned) * _PEAK
+        highest = highest or s.peak_bytes(planned) * NEARLY_EQUAL
         plan = [*(i for i in kept if i != cut), *results]
         if s.peak_bytes(plan) > highest:
             break
