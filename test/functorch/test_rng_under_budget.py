@@ -825,7 +825,7 @@ class TestRandomUnderBudgetCuda(TestCase):
     @torch_overlay.applied("rng")  # overlay only
     def test_other_devices(self):
         def both(x, y):
-            return dropout(x).sum().cpu() + dropout(y).sum().cpu()
+            return dropout(x).sum() + dropout(y).sum().to(x.device)
 
         for backend, budget in itertools.product(BACKENDS, (0, 0.5)):
             for graphsafe in (False, True):

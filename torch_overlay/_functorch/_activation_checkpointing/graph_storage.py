@@ -65,11 +65,12 @@ def is_expanded(node: fx.Node) -> bool:
     at expanded size, so a copy could cost more than it frees.
     """
     value = node.meta.get("val")
-    return isinstance(value, torch.Tensor) and any(
-        stride == 0 and size != 1
-        for size, stride in zip(value.shape, value.stride(), strict=True)
-        if isinstance(stride, int)
-    )
+    if not isinstance(value, torch.Tensor):
+        return False
+    for stride, size in zip(value.stride(), value.shape, strict=True):
+        if isinstance(stride, int) and stride == 0 and size != 1:
+            return True
+    return False
 
 
 class _UnionFind:
@@ -87,6 +88,8 @@ class _UnionFind:
         return i
 
     def union(self, a: int, b: int) -> None:
+        if a == b:
+            return
         a, b = self.find(a), self.find(b)
         if a != b:
             self.parent[max(a, b)] = min(a, b)
@@ -107,13 +110,23 @@ def _annotated(target: object, written: bool) -> tuple[tuple[int, str], ...]:
     )
 
 
+@functools.cache
+def _is_functional(target: object) -> bool:
+    """Whether an operator's schema says that it neither aliases nor writes."""
+    return (
+        isinstance(target, torch._ops.OpOverload)
+        and not _annotated(target, written=False)
+        and not _annotated(target, written=True)
+    )
+
+
 def _annotated_arguments(node: fx.Node, written: bool) -> list[fx.Node]:
     places = _annotated(node.target, written)
-    values = [
-        node.args[i] if i < len(node.args) else node.kwargs.get(name)
-        for i, name in places
-    ]
-    if all(isinstance(v, fx.Node) for v in values):
+    if not places:
+        return []
+    args = node.args
+    values = [args[i] if i < len(args) else node.kwargs.get(name) for i, name in places]
+    if all([isinstance(v, fx.Node) for v in values]):
         return values
     return [v for v in pytree.tree_leaves(values) if isinstance(v, fx.Node)]
 
@@ -166,7 +179,7 @@ def graph_storages(graph: fx.Graph) -> GraphStorages:
             sizes[known] = max(sizes[known], size)
             mine.append(known)
         ids[node] = tuple(mine)
-        if node.op != "call_function":
+        if node.op != "call_function" or _is_functional(node.target):
             continue
         if node.target is operator.getitem:
             source, index = node.args
@@ -185,17 +198,24 @@ def graph_storages(graph: fx.Graph) -> GraphStorages:
 
     roots: dict[int, int] = {}
     table: list[int] = []
+    dense: list[int] = []
     for i, size in enumerate(sizes):
         root = groups.find(i)
         if root not in roots:
             roots[root] = len(table)
             table.append(0)
-        table[roots[root]] = max(table[roots[root]], size)
+        dense.append(roots[root])
+        table[dense[i]] = max(table[dense[i]], size)
 
-    dense = [roots[groups.find(i)] for i in range(len(sizes))]
+    of_node = {
+        n: (dense[v[0]],)
+        if len(v) == 1
+        else tuple(dict.fromkeys(map(dense.__getitem__, v)))
+        for n, v in ids.items()
+    }
     return GraphStorages(
         size_bytes=tuple(table),
-        of_node={n: tuple(dict.fromkeys(dense[i] for i in v)) for n, v in ids.items()},
+        of_node=of_node,
         mutated=OrderedSet(dense[i] for i in written),
         opaque=OrderedSet(dense[i] for i in opaque),
     )

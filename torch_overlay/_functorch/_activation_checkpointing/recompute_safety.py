@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 RANDOM = "draws random numbers"
 COLLECTIVE = "is a collective"
+_UNBACKED = "binds a size that only its run tells"
 
 _COLLECTIVE_NAMESPACES = (
     "_c10d_functional",
@@ -152,6 +153,17 @@ def _higher_order_hazard(node: fx.Node, allowed: Collection[str]) -> str | None:
     return "is a higher-order operator of unknown behaviour"
 
 
+@functools.cache
+def _is_function_of_arguments(target: object) -> bool:
+    """Whether an operator's name, tags and schema alone speak against a hazard."""
+    return (
+        isinstance(target, torch._ops.OpOverload)
+        and target.namespace in _KNOWN_NAMESPACES
+        and not is_tagged_random(target)
+        and not target._schema.is_mutable
+    )
+
+
 def recompute_hazard(
     node: fx.Node, allowed_custom_ops: Collection[str] = ()
 ) -> str | None:
@@ -164,6 +176,8 @@ def recompute_hazard(
     target = node.target
     if node.op != "call_function":
         return None
+    if _is_function_of_arguments(target):
+        return _UNBACKED if node.meta.get("unbacked_bindings") else None
     if isinstance(target, torch._ops.HigherOrderOperator):
         return _higher_order_hazard(node, allowed_custom_ops)
     if not isinstance(target, torch._ops.OpOverload):
@@ -175,7 +189,7 @@ def recompute_hazard(
     if target._schema.is_mutable:
         return "mutates an argument"
     if node.meta.get("unbacked_bindings"):
-        return "binds a size that only its run tells"
+        return _UNBACKED
     return _custom_operator_hazard(target, allowed_custom_ops)
 
 
