@@ -21,13 +21,17 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, TYPE_CHECKING
 from unittest import mock
 
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 from bench_remat import partitioned_llama
+
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 
 def parser() -> argparse.ArgumentParser:
@@ -45,7 +49,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def time_planning(layers: int, budget: float, repeat: int) -> dict[str, Any]:
-    """Median time of ``save_narrow_cuts`` on the joint graph of a Llama."""
+    """Median times of ``save_narrow_cuts`` and of one predicted peak for a Llama."""
     import torch._functorch.config as functorch_config
 
     from torch_overlay._functorch._activation_checkpointing import narrow_cuts
@@ -53,14 +57,21 @@ def time_planning(layers: int, budget: float, repeat: int) -> dict[str, Any]:
     plain = narrow_cuts.save_narrow_cuts
     found: dict[str, Any] = {"layers": layers, "budget": budget}
 
-    def timed(joint_graph: Any, *args: Any) -> Any:
+    def median_seconds(function: Callable[..., Any], *args: Any) -> float:
         times = []
         for _ in range(repeat):
             start = time.perf_counter()
-            saved = plain(joint_graph, *args)
+            function(*args)
             times.append(time.perf_counter() - start)
+        return statistics.median(times)
+
+    def timed(joint_graph: Any, node_info: Any, *args: Any) -> Any:
+        found["plan_seconds"] = median_seconds(plain, joint_graph, node_info, *args)
+        saved = plain(joint_graph, node_info, *args)
+        schedule = narrow_cuts.JointSchedule(joint_graph, node_info)
+        numbers = [schedule.number[n] for n in saved]
+        found["peak_seconds"] = median_seconds(schedule.peak_bytes, numbers)
         found.update(nodes=len(joint_graph.nodes), saved=len(saved))
-        found.update(plan_seconds=statistics.median(times))
         return saved
 
     with (

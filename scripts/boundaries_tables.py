@@ -122,10 +122,12 @@ def masks() -> list[str]:
 def planning() -> list[str]:
     return [
         _line(
+            r["machine"].partition(",")[0],
             r["layers"],
             r["nodes"],
-            f"{r['plan_seconds']:.2f}",
+            f"{r['plan_seconds']:.3f}",
             f"{1e6 * r['plan_seconds'] / r['nodes']:.0f}",
+            f"{1e3 * r['peak_seconds']:.1f}",
             f"{r['partition_seconds']:.1f}",
         )
         for r in load("boundaries-time.json")

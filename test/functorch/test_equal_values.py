@@ -60,6 +60,22 @@ class Attention(nn.Module):
         return x + self.out(F.scaled_dot_product_attention(n, n, n).squeeze(1))
 
 
+class Lengths(nn.Module):
+    """A product over as many rows as each further input has."""
+
+    def __init__(self, size):
+        super().__init__()
+        self.inner = nn.Parameter(torch.randn(size, size))
+        self.outer = nn.Parameter(torch.randn(size, size))
+
+    def forward(self, x, *inputs):
+        for rows in inputs:
+            places = torch.arange(rows.shape[0], dtype=x.dtype).cos()[:, None]
+            product = (places * x.sum(0)) @ self.inner
+            x = (x + product.sin().sum(0)) @ self.outer
+        return x
+
+
 class UpAndDown(nn.Module):
     """Results of the way down are kept for the way up."""
 
@@ -88,6 +104,18 @@ class TestEqualValues(TestCase):
         # gate, up and down of the last two of four layers.
         self.assertEqual(products[6:9], products[9:12])
         self.assertEqual(len(set(products[6:9])), 3)
+
+    @torch_overlay.applied("rng", "boundaries")  # overlay only
+    def test_symbolic_sizes_are_told_apart(self):
+        for symbolic, kinds in ((False, 1), (True, 5)):
+            inputs = [torch.zeros(24) for _ in range(5)]
+            for x in inputs if symbolic else ():
+                torch._dynamo.mark_dynamic(x, 0)
+            x = torch.randn(16, 16, requires_grad=True)
+            _, _, schedule = partitioned(Lengths(16), x, *inputs, budget=0)
+            products = matmuls(schedule)
+            numbers = equal_values(schedule, products[1::2], schedule.forward)
+            self.assertEqual(len({numbers[i] for i in products[::2]}), kinds)
 
     @torch_overlay.applied("rng", "boundaries")  # overlay only
     def test_as_many_from_the_latest_layers(self):

@@ -35,20 +35,22 @@ def equal_values(
     up to the next boundaries use them in the same way.
     """
     numbers: dict[object, int] = {}
-    leaves = OrderedSet([*boundaries, *s.placeholders])
+    leaves = dict.fromkeys([*boundaries, *s.placeholders])
     made = [-1] * len(s.nodes)
-    wanted = OrderedSet(nodes)
+    wanted = dict.fromkeys(nodes)
     for i, node in enumerate(s.nodes):
         if node.op == "call_function" and i not in wanted:
             continue
-        tensors = tensors_of(node.meta.get("val"))
-        layout = repr([(t.shape, t.stride(), t.dtype) for t in tensors])
-        key: object = layout
-        if i not in leaves:
+        if i in leaves:
+            value = node.meta.get("val")
+            layouts = [(t.shape, t.stride(), t.dtype) for t in tensors_of(value)]
+            key: object = repr(layouts or value)
+        else:
             arguments = fx.map_arg(
                 (node.args, node.kwargs), lambda a: f"%{made[s.number[a]]}"
             )
-            key = (node.target, f"{arguments} {layout}")
+            sizes = node.meta.get("unbacked_bindings")
+            key = (node.target, repr((arguments, sizes)))
         made[i] = numbers.setdefault(key, len(numbers))
     used: dict[int, list[tuple[int, int]]] = {i: [] for i in nodes}
     found = list(made)
@@ -84,11 +86,12 @@ def latest_of_equal_values(
     # With what only the backward needs of the forward, like a log-sum-exp.
     nodes = sorted(OrderedSet([*s.forward, *needed]) - OrderedSet(s.backward))
     numbers = equal_values(s, (i for cut in cuts for i in cut), nodes)
-    equals: dict[int, list[int]] = {}
+    equals: dict[int, list[int]] = {numbers[i]: [] for i in saved}
     for i in nodes:
-        if i in needed and s.may_save(i) and may_run_again(s, i):
-            equals.setdefault(numbers[i], []).append(i)
-    free = [i for i in saved if i in equals.get(numbers[i], ())]
+        kind = numbers[i]
+        if kind in equals and i in needed and s.may_save(i) and may_run_again(s, i):
+            equals[kind].append(i)
+    free = [i for i in saved if i in equals[numbers[i]]]
     counts = Counter(numbers[i] for i in free)
     stay = OrderedSet(saved) - OrderedSet(free)
     return [*stay, *(i for kind, k in counts.items() for i in equals[kind][-k:])]

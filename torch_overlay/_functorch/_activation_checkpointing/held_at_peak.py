@@ -46,11 +46,11 @@ def _held_at_peak(s: JointSchedule, planned: list[int], live: list[int]) -> list
 
 def save_held_at_peak(s: JointSchedule, planned: list[int]) -> list[int]:
     """``planned`` and values held at its peak, as long as each lowers it."""
-    live = s.live_bytes(planned)
+    live = s.live_bytes(planned, whole=False)
     for _ in range(_MAX_VALUES):
         held = _held_at_peak(s, planned, live)
         plan = [*planned, *held[-1:]]
-        lower = s.live_bytes(plan) if held else live
+        lower = s.live_bytes(plan, whole=False) if held else live
         # An equal peak is not enough: a saved value is alive for longer.
         if max(lower) * NEARLY_EQUAL > max(live):
             break

@@ -20,7 +20,7 @@ from .recompute_safety import recompute_hazard
 
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Collection, Iterable, Sequence
 
     import torch.fx as fx
     from torch._functorch.partitioners import NodeInfo, OpTypes
@@ -31,13 +31,13 @@ _LIGHT_BESIDES = OrderedSet(
     "native_group_norm select_scatter slice_scatter triu".split()
 )
 
-_SEVERAL = -2
+_NONE, _SEVERAL = -1, -2
 # Predicted peaks that differ by less than this part count as equal.
 NEARLY_EQUAL = 1.005
 
 
-def _is_heavy(node: fx.Node, types: OpTypes) -> bool:
-    """Whether a node is worth saving, or must not or may not run twice."""
+def _is_costly(node: fx.Node, types: OpTypes) -> bool:
+    """Whether an operator's results are worth saving."""
     if node.op != "call_function" or node.target is operator.getitem:
         return False
     packet = getattr(node.target, "overloadpacket", None)
@@ -46,8 +46,15 @@ def _is_heavy(node: fx.Node, types: OpTypes) -> bool:
         not (light or types.is_recomputable(node))
         or types.is_compute_intensive(node)
         or packet in flop_registry
-        or recompute_hazard(node) is not None
     )
+
+
+def _unmarked(items: Sequence[int], marks: bytearray) -> Sequence[int]:
+    """``items`` without the marked ones, the same object if there is none."""
+    for i in items:
+        if marks[i]:
+            return [i for i in items if not marks[i]]
+    return items
 
 
 class JointSchedule:
@@ -70,21 +77,29 @@ class JointSchedule:
         self.fixed = storages.mutated | storages.opaque
         self.nodes = nodes = [n for n in graph.nodes if n.op != "output"]
         self.number = number = {n: i for i, n in enumerate(nodes)}
-        self.inputs = [[number[a] for a in n.all_input_nodes] for n in nodes]
+        self.inputs = [[*map(number.__getitem__, n.all_input_nodes)] for n in nodes]
         self.values = [storages.of_node[n] for n in nodes]
-        self.fusible = [types.is_fusible(n) for n in nodes]
-        self.moves, self.heavy = [], []
-        self._reads = [[v for a in ins for v in self.values[a]] for ins in self.inputs]
-        self._one = [
-            v[0] if f and len(v) == 1 else -1
-            for f, v in zip(self.fusible, self.values, strict=True)
-        ]
+        self.fusible, self.moves, self.heavy = [], [], []
+        # Storages that a node is the first to have, and a pointwise node's only one.
+        self._makes: list[Sequence[int]] = []
+        self._only: list[int] = []
         seen = bytearray(len(self.size_bytes))
+        operators: dict[object, tuple[bool, bool]] = {}
         for node, values in zip(nodes, self.values, strict=True):
-            moves = node.op == "call_function" and all(map(seen.__getitem__, values))
+            known = operators.get(node.target)
+            if known is None:
+                known = types.is_fusible(node), _is_costly(node, types)
+                operators[node.target] = known
+            makes = _unmarked(values, seen)
+            moves = node.op == "call_function" and not makes
+            heavy = not moves and (known[1] or recompute_hazard(node) is not None)
+            self.fusible.append(known[0])
             self.moves.append(moves)
-            self.heavy.append(not moves and _is_heavy(node, types))
-            for v in values:
+            self.heavy.append(heavy)
+            self._makes.append(makes)
+            single = known[0] and len(makes) == len(values) == 1
+            self._only.append(makes[0] if single else -1)
+            for v in makes:
                 seen[v] = 1
         results = [number[n] for n in graph.output_node().all_input_nodes]
         self.forward_outputs = [i for i in results if info.is_required_fw(nodes[i])]
@@ -93,8 +108,23 @@ class JointSchedule:
         self.forward = [i for i in calls if info.is_required_fw(nodes[i])]
         self.backward = [i for i in calls if info.is_required_bw(nodes[i])]
         self.placeholders = [i for i, n in enumerate(nodes) if n.op == "placeholder"]
+        self._at_start = bytearray(len(nodes))
+        for i in self.placeholders:
+            self._at_start[i] = 1
+        self._needs = [_unmarked(ins, self._at_start) for ins in self.inputs]
         self.resident = self.storages(number[n] for n in info.inputs)
+        self._bytes = list(self.size_bytes)
+        for v in self.resident:
+            self._bytes[v] = 0
+        self._reads: list[Sequence[int]] = [()] * len(nodes)
+        for i in self.makers(calls):
+            read = [self.values[a] for a in self.inputs[i]]
+            self._reads[i] = (
+                read[0] if len(read) == 1 else [*dict.fromkeys(itertools.chain(*read))]
+            )
         self._always = self.emitted(self.forward_outputs, ())
+        order, end = sorted(self._always), self.storages(self.forward_outputs)
+        self._forward_peak = max(self._live_bytes(self.makers(order), (), end))
 
     def storages(self, nodes: Iterable[int]) -> OrderedSet[int]:
         return OrderedSet(v for i in nodes for v in self.values[i])
@@ -107,19 +137,28 @@ class JointSchedule:
 
     def emitted(self, wanted: Iterable[int], given: Iterable[int]) -> list[int]:
         """``wanted`` in order, each after those of its arguments that are not given."""
-        done = bytearray(len(self.nodes))
-        for i in (*self.placeholders, *given):
+        done, needs = bytearray(self._at_start), self._needs
+        for i in given:
             done[i] = 1
         order: list[int] = []
         for node in wanted:
-            found = [] if done[node] else [node]
+            if done[node]:
+                continue
             done[node] = 1
+            for a in needs[node]:
+                if not done[a]:
+                    break
+            else:
+                order.append(node)
+                continue
+            found = [node]
             for i in found:
-                for a in self.inputs[i]:
+                for a in needs[i]:
                     if not done[a]:
                         done[a] = 1
                         found.append(a)
-            order += sorted(found)
+            found.sort()
+            order += found
         return order
 
     def results(self, i: int) -> list[int]:
@@ -130,12 +169,9 @@ class JointSchedule:
 
     def used(self, saved: Iterable[int], backward: Iterable[int]) -> list[int]:
         """Those of ``saved`` that an emitted backward reads or returns."""
-        read = bytearray(len(self.nodes))
-        for i in itertools.chain(
-            self.backward_outputs, *map(self.inputs.__getitem__, backward)
-        ):
-            read[i] = 1
-        return [i for i in saved if read[i]]
+        inputs = itertools.chain.from_iterable(map(self.inputs.__getitem__, backward))
+        read = dict.fromkeys(itertools.chain(self.backward_outputs, inputs))
+        return [i for i in saved if i in read]
 
     def makers(self, order: Iterable[int]) -> list[int]:
         """Those nodes of ``order`` that do not only rename storage."""
@@ -143,56 +179,58 @@ class JointSchedule:
 
     def peak_bytes(self, saved: Iterable[int]) -> int:
         """Predicted peak with these nodes saved; what no node reads is left out."""
-        return max(self.live_bytes(saved))
+        return max(self.live_bytes(saved, whole=False))
 
-    def live_bytes(self, saved: Iterable[int]) -> list[int]:
+    def live_bytes(self, saved: Iterable[int], whole: bool = True) -> list[int]:
         """Live bytes where the forward and then the backward make values, in order.
 
-        Of what is ``emitted`` those nodes count that do not only rename storage.
+        Of what is ``emitted`` those nodes count that do not only rename storage.  A
+        forward that is surely lower than the backward is left out if not ``whole``.
         """
-        backward = self.emitted(self.backward, saved)
-        used = self.used(saved, backward)
-        forward = sorted([*self._always, *self.emitted(used, self._always)])
+        emitted = self.emitted(self.backward, saved)
+        used = self.used(saved, emitted)
         kept = self.storages(used)
-        results = self.storages(self.forward_outputs) | kept
-        start = kept | self.storages(self.placeholders)
+        start = self.storages(self.placeholders) | kept
         gradients = self.storages(self.backward_outputs)
-        return [
-            *self._live_bytes(self.makers(forward), OrderedSet(), results),
-            *self._live_bytes(self.makers(backward), start, gradients),
-        ]
+        backward = [*self._live_bytes(self.makers(emitted), start, gradients)]
+        besides = self.makers(self.emitted(used, self._always))
+        # A value that is kept adds no more than its bytes to the forward.
+        most = self._forward_peak + sum(self._bytes[v] for v in kept)
+        if most < max(backward) and not besides and not whole:
+            return backward
+        results = self.storages(self.forward_outputs) | kept
+        order = sorted([*self._always, *besides])
+        return [*self._live_bytes(self.makers(order), (), results), *backward]
 
     def _live_bytes(
-        self, order: Sequence[int], start: OrderedSet[int], end: OrderedSet[int]
+        self, order: Sequence[int], start: Collection[int], end: Collection[int]
     ) -> Iterable[int]:
         """Per node of ``order``; ``start`` and ``end`` live before and after it."""
-        one, reads = self._one, self._reads
-        count, sizes = len(order), self.size_bytes
-        last, reader = [-1] * len(sizes), [-1] * len(sizes)
+        only, fusible = self._only, self.fusible
+        makes, reads = self._makes, self._reads
+        count, sizes = len(order), list(self._bytes)
+        # Where each value is read last, and where alone if it can be made there.
+        last, reader = [-1] * len(sizes), [_NONE] * len(sizes)
         for v in end:
             last[v], reader[v] = count, _SEVERAL
-        placed = bytearray(len(sizes))
-        for v in self.resident:
-            placed[v] = 1
-        runs_at = list(range(count))
+        for v in start:
+            sizes[v] = 0
+        steps = [0] * (count + 2)
         for k in range(count - 1, -1, -1):
             i = order[k]
-            at, result = k, one[i]
-            if result >= 0:
-                only = reader[result]
-                if only >= 0 and self.fusible[order[only]]:
-                    placed[result] = 1
-                    runs_at[k] = at = runs_at[only]
+            at, result = k, only[i]
+            if result >= 0 and reader[result] >= 0:
+                at = reader[result]
+            else:
+                for v in makes[i]:
+                    steps[k] += sizes[v]
+                    steps[1 + (last[v] if last[v] > k else k)] -= sizes[v]
+            mark = at if fusible[i] else _SEVERAL
             for v in reads[i]:
-                if reader[v] != k:
-                    reader[v] = k if reader[v] == -1 else _SEVERAL
+                reader[v] = mark if reader[v] == _NONE else _SEVERAL
                 if last[v] < at:
                     last[v] = at
-        steps = [0] * (count + 2)
-        for k, made in enumerate([start, *(self.values[i] for i in order)], -1):
-            for v in made:
-                if not placed[v]:
-                    placed[v] = 1
-                    steps[max(k, 0)] += sizes[v]
-                    steps[max(last[v], k, 0) + 1] -= sizes[v]
+        for v in start:
+            steps[0] += self._bytes[v]
+            steps[max(last[v], 0) + 1] -= self._bytes[v]
         return itertools.accumulate(steps[: max(count, 1)])

@@ -44,7 +44,7 @@ def _kept_values(s: JointSchedule) -> dict[int, int]:
     """Large values that are not cheap to make again, with the nodes that make them."""
     cheap: list[bool] = []
     for i, heavy in enumerate(s.heavy):
-        cheap.append(not heavy and all(cheap[a] for a in s.inputs[i]))
+        cheap.append(not heavy and all([cheap[a] for a in s.inputs[i]]))
     kept = {
         v: i
         for i in reversed(s.forward)

@@ -27,7 +27,7 @@ def values_read_expanded(s: JointSchedule, saved: Sequence[int]) -> list[int]:
     found: OrderedSet[int] = OrderedSet()
     for i in s.emitted(s.backward, saved):
         for a in s.inputs[i] if s.heavy[i] else ():
-            if is_expanded(s.nodes[a]):
+            if a not in have and is_expanded(s.nodes[a]):
                 while s.moves[a] and a not in have:
                     a = s.inputs[a][0]
                 if a not in have and s.fusible[a]:
