@@ -118,6 +118,14 @@ class TestPretendAttention(TestCase):
             kernels = "efficient_attention" in str(graph.graph)
             self.assertEqual(kernels, name != "expanded", name)
 
+    def test_plain_operators_take_a_mask_of_bools(self):
+        q, k, v = torch.randn(3, 2, 4, 16, 8).unbind()
+        mask = torch.eye(16, dtype=torch.bool).logical_or(torch.rand(16, 16) > 0.5).t()
+        self.assertEqual(
+            pretend._attention(q, k, v, mask),
+            torch.nn.functional.scaled_dot_product_attention(q, k, v, mask),
+        )
+
 
 class TestDocs(TestCase):
     def test_tables_are_those_of_the_result_files(self):

@@ -52,6 +52,12 @@ def _attention(
         key = key.repeat_interleave(groups, -3)
         value = value.repeat_interleave(groups, -3)
     if dropout_p or (attn_mask is not None and attn_mask.stride(-1) != 1):
+        if attn_mask is not None and attn_mask.dtype == torch.bool:
+            kept, masked = (
+                torch.scalar_tensor(x, dtype=query.dtype, device=query.device)
+                for x in (0.0, float("-inf"))
+            )
+            attn_mask = torch.where(attn_mask, kept, masked)
         return torch.ops.aten._scaled_dot_product_attention_math(
             query, key, value, attn_mask, dropout_p, is_causal, scale=scale
         )[0]
