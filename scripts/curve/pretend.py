@@ -51,20 +51,18 @@ def _attention(
         groups = query.size(-3) // key.size(-3)
         key = key.repeat_interleave(groups, -3)
         value = value.repeat_interleave(groups, -3)
-    if dropout_p or (attn_mask is not None and attn_mask.stride(-1) != 1):
-        if attn_mask is not None and attn_mask.dtype == torch.bool:
-            kept, masked = (
-                torch.scalar_tensor(x, dtype=query.dtype, device=query.device)
-                for x in (0.0, float("-inf"))
-            )
-            attn_mask = torch.where(attn_mask, kept, masked)
+    plain = dropout_p or (attn_mask is not None and attn_mask.stride(-1) != 1)
+    if attn_mask is not None and attn_mask.dtype == torch.bool:
+        kept, masked = (
+            torch.scalar_tensor(x, dtype=query.dtype, device=query.device)
+            for x in (0.0, float("-inf"))
+        )
+        attn_mask = torch.where(attn_mask, kept, masked)
+    if plain:
         return torch.ops.aten._scaled_dot_product_attention_math(
             query, key, value, attn_mask, dropout_p, is_causal, scale=scale
         )[0]
     if attn_mask is not None:
-        if attn_mask.dtype == torch.bool:
-            zeros = torch.zeros_like(attn_mask, dtype=query.dtype)
-            attn_mask = zeros.masked_fill(~attn_mask, float("-inf"))
         attn_mask = attn_mask.expand(*query.shape[:-1], key.size(-2))
     return torch.ops.aten._scaled_dot_product_efficient_attention(
         query, key, value, attn_mask, True, 0.0, is_causal, scale=scale
