@@ -57,21 +57,21 @@ def time_planning(layers: int, budget: float, repeat: int) -> dict[str, Any]:
     plain = narrow_cuts.save_narrow_cuts
     found: dict[str, Any] = {"layers": layers, "budget": budget}
 
-    def median_seconds(function: Callable[..., Any], *args: Any) -> float:
+    def median_seconds(function: Callable[..., Any], *args: Any) -> tuple[float, Any]:
         times = []
         for _ in range(repeat):
             start = time.perf_counter()
-            function(*args)
+            result = function(*args)
             times.append(time.perf_counter() - start)
-        return statistics.median(times)
+        return statistics.median(times), result
 
     def timed(joint_graph: Any, node_info: Any, *args: Any) -> Any:
-        found["plan_seconds"] = median_seconds(plain, joint_graph, node_info, *args)
-        saved = plain(joint_graph, node_info, *args)
+        seconds, saved = median_seconds(plain, joint_graph, node_info, *args)
         schedule = narrow_cuts.JointSchedule(joint_graph, node_info)
         numbers = [schedule.number[n] for n in saved]
-        found["peak_seconds"] = median_seconds(schedule.peak_bytes, numbers)
-        found.update(nodes=len(joint_graph.nodes), saved=len(saved))
+        found.update(plan_seconds=seconds, nodes=len(joint_graph.nodes))
+        found["peak_seconds"], _ = median_seconds(schedule.peak_bytes, numbers)
+        found["saved"] = len(saved)
         return saved
 
     with (
