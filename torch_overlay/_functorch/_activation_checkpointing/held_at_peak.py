@@ -21,18 +21,20 @@ if TYPE_CHECKING:
 _MAX_VALUES = 8
 
 
-def _held_at_peak(s: JointSchedule, planned: list[int], live: list[int]) -> list[int]:
-    """Heavy nodes that the backward runs again before its peak and reads after it.
+def _held_at_peak(
+    s: JointSchedule, planned: list[int], live: list[int]
+) -> list[tuple[int, int]]:
+    """Bytes and node of what the backward runs again before its peak and reads after.
 
-    The largest one is last, of equal ones the latest.
+    Only heavy nodes, and none where the peak is in the forward.
     """
     order = s.makers(s.emitted(s.backward, planned))
     peak = live.index(max(live)) - (len(live) - len(order))
-    if peak < 0:  # in the forward
+    if peak < 0:
         return []
     last = {v: k for k, i in enumerate(order) for a in s.inputs[i] for v in s.values[a]}
     own = OrderedSet(s.backward)
-    found = [
+    return [
         (s.size_bytes[s.values[i][0]], i)
         for i in order[:peak]
         if s.heavy[i]
@@ -41,7 +43,6 @@ def _held_at_peak(s: JointSchedule, planned: list[int], live: list[int]) -> list
         and may_run_again(s, i)
         and last.get(s.values[i][0], -1) >= peak
     ]
-    return [i for _, i in sorted(found)]
 
 
 def save_held_at_peak(s: JointSchedule, planned: list[int]) -> list[int]:
@@ -49,8 +50,10 @@ def save_held_at_peak(s: JointSchedule, planned: list[int]) -> list[int]:
     live = s.live_bytes(planned, whole=False)
     for _ in range(_MAX_VALUES):
         held = _held_at_peak(s, planned, live)
-        plan = [*planned, *held[-1:]]
-        lower = s.live_bytes(plan, whole=False) if held else live
+        if not held:
+            break
+        plan = [*planned, max(held)[1]]
+        lower = s.live_bytes(plan, whole=False)
         # An equal peak is not enough: a saved value is alive for longer.
         if max(lower) * NEARLY_EQUAL > max(live):
             break
