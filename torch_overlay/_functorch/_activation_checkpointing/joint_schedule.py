@@ -163,7 +163,8 @@ class JointSchedule:
 
     def results(self, i: int) -> list[int]:
         """The nodes that take a node's results apart, or the node itself."""
-        readers = [self.number[n] for n in self.nodes[i].users]
+        # The graph's output is a user without a number.
+        readers = [self.number[n] for n in self.nodes[i].users if n.op != "output"]
         parts = [k for k in readers if self.nodes[k].target is operator.getitem]
         return parts or [i]
 

@@ -21,9 +21,10 @@ def values_read_expanded(s: JointSchedule, saved: Sequence[int]) -> list[int]:
 
     A backend writes such a value out where it is read, once for every repetition: a
     mask of (B, 1, S, S) for every head.  A saved value is read as it is, so these
-    should be saved too (pytorch/pytorch#197838).
+    should be saved too (pytorch/pytorch#197838).  What depends on a tangent the
+    backward alone has: it is never asked for.
     """
-    have = OrderedSet([*saved, *s.placeholders])
+    have = OrderedSet([*saved, *s.placeholders, *s.backward])
     found: OrderedSet[int] = OrderedSet()
     for i in s.emitted(s.backward, saved):
         for a in s.inputs[i] if s.heavy[i] else ():
