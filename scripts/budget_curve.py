@@ -38,7 +38,10 @@ KEY = (
     *("model", "layers", "seq", "batch", "dtype", "device", "backend", "method"),
     *("rng", "rand4x"),
 )
-MODELS = ("llama", "bert", "gpt2", "vit", "mlp", "moe", "unet")
+MODELS = (
+    *("llama", "bert", "gpt2", "vit", "mlp", "moe", "unet"),
+    *("lm", "tied", "twice", "values", "encdec", "resnet"),
+)
 RNG_POLICIES = ("off", "replay", "save")
 SIZE_OPTIONS = ("layers", "seq", "batch", "hidden", "inter", "heads", "kv_heads")
 FIELDS = (

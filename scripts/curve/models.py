@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import importlib.util
 import os
 from dataclasses import dataclass
@@ -11,6 +12,8 @@ from typing import Any, TYPE_CHECKING
 
 import torch
 from torch import nn
+
+from . import models_with_loss
 
 
 if TYPE_CHECKING:
@@ -37,8 +40,9 @@ class Sizes:
 
 
 # The published setup where there is one (llama, bert), its scale for the others.  For
-# vit and unet, ``seq`` is the number of patches or pixels and must be a square number.
-# ``heads`` is the number of experts of moe; ``layers`` the number of unet's levels.
+# vit, unet and resnet, ``seq`` is the number of patches or pixels and must be a square
+# number.  ``heads`` is the number of experts of moe; ``layers`` the number of unet's
+# levels, of resnet's blocks and of encdec's encoder and decoder layers together.
 DEFAULTS: dict[str, Sizes] = {
     "llama": Sizes(32, 256, 688, 8, 2, 1024),
     "bert": Sizes(32, 192, 768, 3, 2, 1024, dropout=0.1),
@@ -47,7 +51,15 @@ DEFAULTS: dict[str, Sizes] = {
     "mlp": Sizes(16, 256, 1024, 1, 2, 256),
     "moe": Sizes(12, 256, 512, 4, 2, 1024),
     "unet": Sizes(4, 32, 64, 8, 4, 4096),
+    "lm": Sizes(8, 512, 2048, 8, 1, 2048, 2, 32064),
+    "tied": Sizes(8, 512, 2048, 8, 1, 2048, 2, 32064),
+    "twice": Sizes(8, 512, 2048, 8, 1, 2048, 2, 8016),
+    "values": Sizes(14, 256, 1024, 8, 2, 1024),
+    "encdec": Sizes(28, 256, 1024, 8, 2, 1024),
+    "resnet": Sizes(16, 64, 64, 1, 16, 50176),
 }
+# These return their loss.
+_WITH_LOSS = ("lm", "tied", "twice", "values", "encdec", "resnet")
 
 
 class WeightedSum(nn.Module):
@@ -264,6 +276,12 @@ _BUILDERS: dict[str, Callable[[Sizes], nn.Module]] = {
     "mlp": Mlp,
     "moe": Moe,
     "unet": Unet,
+    "lm": models_with_loss.CausalLM,
+    "tied": functools.partial(models_with_loss.CausalLM, tied=True),
+    "twice": functools.partial(models_with_loss.CausalLM, traversals=2),
+    "values": functools.partial(models_with_loss.CausalLM, value_residual=True),
+    "encdec": models_with_loss.EncoderDecoder,
+    "resnet": models_with_loss.ResNet,
 }
 
 
@@ -275,7 +293,16 @@ def _inputs(name: str, s: Sizes, dtype: torch.dtype) -> dict[str, torch.Tensor]:
         return {"x": torch.randn(s.batch, 3, _side(s), _side(s), dtype=dtype)}
     if name in ("mlp", "moe"):
         return {"x": torch.randn(s.batch, s.seq, s.hidden, dtype=dtype)}
-    return {"input_ids": torch.randint(0, s.vocab, (s.batch, s.seq))}
+    ids = torch.randint(0, s.vocab, (s.batch, s.seq))
+    if name == "resnet":
+        side = _side(s)
+        pictures = torch.randn(s.batch, 3, side, side, dtype=dtype)
+        return {"x": pictures, "labels": ids[:, 0]}
+    if name in _WITH_LOSS:
+        cos, sin = models_with_loss.rotary_tables(s.seq, s.hidden // s.heads, dtype)
+        labels = torch.randint(0, s.vocab, (s.batch, s.seq))
+        return {"ids": ids, "labels": labels, "cos": cos, "sin": sin}
+    return {"input_ids": ids}
 
 
 def build(
@@ -292,7 +319,9 @@ def build(
         raise ModelError(
             f"--hidden {sizes.hidden} is not a multiple of --heads {sizes.heads}"
         )
-    model = WeightedSum(_BUILDERS[name](sizes), sizes.hidden)
+    model = _BUILDERS[name](sizes)
+    if name not in _WITH_LOSS:
+        model = WeightedSum(model, sizes.hidden)
     return model.to(dtype).train(), _inputs(name, sizes, dtype)
 
 
