@@ -36,23 +36,29 @@ if TYPE_CHECKING:
 
 KEY = (
     *("model", "layers", "seq", "batch", "dtype", "device", "backend", "method"),
-    *("rng", "rand4x"),
+    *("rng", "rand4x", "optimizer"),
 )
 MODELS = (
     *("llama", "bert", "gpt2", "vit", "mlp", "moe", "unet"),
     *("lm", "tied", "twice", "values", "encdec", "resnet"),
 )
+POINT = ("method", "budget", "target_bytes")
 RNG_POLICIES = ("off", "replay", "save")
 SIZE_OPTIONS = ("layers", "seq", "batch", "hidden", "inter", "heads", "kv_heads")
 FIELDS = (
     *KEY,
     "budget",
+    "target_bytes",
     "saved_bytes",
+    "model_peak_bytes",
+    "lowest_peak_bytes",
     "predicted_peak_bytes",
     "estimated_peak_bytes",
     "liveness_peak_bytes",
     "measured_peak_bytes",
+    "total_peak_bytes",
     "step_ms",
+    "step_ms_min",
     "recompute_flops",
     "plan_seconds",
     "compile_seconds",
@@ -83,6 +89,20 @@ def parse_budgets(text: str) -> list[float]:
             f"{text!r}: expected numbers from 0 to 1, as 0:1:0.05 or as 0,0.1,1"
         )
     return sorted(set(budgets))
+
+
+def parse_targets(text: str) -> list[int]:
+    """Bytes of a comma list of targets, as 24GB,22.5GiB,1000000."""
+    from torch_overlay._functorch._activation_checkpointing.save_by_peak import (
+        target_bytes,
+    )
+
+    parts = [part.strip() for part in text.split(",") if part.strip()]
+    try:
+        found = [target_bytes(int(p) if p.isdigit() else p, None) for p in parts]
+    except RuntimeError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+    return sorted(set(found))
 
 
 def parse_names(text: str, accepted: Sequence[str], what: str) -> list[str]:
@@ -125,6 +145,13 @@ def parser() -> argparse.ArgumentParser:
         "--dtype", choices=("float32", "bfloat16", "float16"), default="float32"
     )
     p.add_argument("--budgets", type=parse_budgets, default=parse_budgets("0:1:0.05"))
+    p.add_argument(
+        "--targets",
+        type=parse_targets,
+        default=[],
+        metavar="BYTES,...",
+        help="also plan for these peaks, as 24GB; methods that take a target",
+    )
     p.add_argument("--methods", type=parse_methods, default=["stock", "light", "all"])
     p.add_argument(
         "--rng",
@@ -135,6 +162,9 @@ def parser() -> argparse.ArgumentParser:
     )
     p.add_argument(
         "--rand4x", action="store_true", help="with the overlay's random stream"
+    )
+    p.add_argument(
+        "--optimizer", choices=("adamw",), help="measure whole steps, with an update"
     )
     p.add_argument("--backend", choices=("inductor", "aot_eager"), default="inductor")
     p.add_argument("--device", choices=("cpu", "cuda"))
@@ -164,6 +194,7 @@ def base_row(args: argparse.Namespace) -> dict[str, Any]:
     if args.model_file is None:
         row.update(dataclasses.asdict(models.sizes_for(args.model, **sizes(args))))
     row.update(device=args.device, backend=args.backend, rand4x=args.rand4x)
+    row.update(optimizer=args.optimizer)
     row["torch"] = metadata.version("torch")
     try:
         row["triton"] = metadata.version("triton")
@@ -189,16 +220,19 @@ def plan_jobs(args: argparse.Namespace) -> list[dict[str, Any]]:
 
     swept = [m for m in args.methods if m in BUDGET_METHODS]
     fixed = [m for m in args.methods if m not in BUDGET_METHODS]
+    aimed = [m for m in swept if "peak" in BUDGET_METHODS[m]]
+    levels = [[b, None] for b in args.budgets]
     if args.measure:
-        points = [[[m, b]] for b in args.budgets for m in swept]
+        points = [[[m, *level]] for level in levels for m in swept]
     else:
         share = max(1, min(args.jobs, len(args.budgets)))
         size = -(-len(args.budgets) // share)  # neighbours often save the same
         points = [
-            [[m, b] for b in args.budgets[i * size : (i + 1) * size] for m in swept]
+            [[m, *level] for level in levels[i * size : (i + 1) * size] for m in swept]
             for i in range(share if swept else 0)
         ]
-    points += [[[m, None]] for m in fixed]
+    points += [[[m, None, t]] for t in args.targets for m in aimed]
+    points += [[[m, None, None]] for m in fixed]
     return [{"points": p, "rng": policy} for policy in args.rng for p in points if p]
 
 
@@ -223,10 +257,12 @@ class Store:
         shape = ("hidden", "inter", "heads", "kv_heads", "vocab", "dropout", "torch")
         off = {"rng": row.get("rng") or "off", "rand4x": bool(row.get("rand4x"))}
         row = {**row, **off}
-        return tuple(row.get(k) for k in (*KEY, *shape, "budget"))
+        return tuple(row.get(k) for k in (*KEY, *shape, "budget", "target_bytes"))
 
-    def has(self, method: str, budget: float | None, rng: str = "off") -> bool:
-        point = {"method": method, "budget": budget, "rng": rng}
+    def has(
+        self, method: str, budget: float | None, target: int | None, rng: str = "off"
+    ) -> bool:
+        point = {"method": method, "budget": budget, "target_bytes": target, "rng": rng}
         wanted = self.key({**self.base, **point})
         return any(self.key(r) == wanted for r in self.rows)
 
@@ -236,7 +272,12 @@ class Store:
             self.rows = [r for r in self.rows if self.key(r) != self.key(row)]
             self.rows.append(row)
             self.rows.sort(
-                key=lambda r: (r["method"], r.get("rng") or "off", r["budget"] or 0.0)
+                key=lambda r: (
+                    r["method"],
+                    r.get("rng") or "off",
+                    r["budget"] or 0.0,
+                    r.get("target_bytes") or 0,
+                )
             )
             self.write()
 
@@ -264,16 +305,17 @@ def run_worker(
                 continue
             fields = json.loads(line[4:])
             store.add({**fields, "rng": job["rng"]})
-            if (fields["method"], fields["budget"]) in left:
-                left.remove((fields["method"], fields["budget"]))
+            point = tuple(fields[k] for k in POINT)
+            if point in left:
+                left.remove(point)
                 progress.update()
         code = process.wait()
         errors.seek(0)
         tail = errors.read()[-2000:]
-    for method, budget in left:
+    for point in left:
         why = f"worker exited with code {code}: {tail.strip() or 'no output'}"
-        point = {"method": method, "budget": budget, "rng": job["rng"]}
-        store.add({**point, "error": why})
+        named = dict(zip(POINT, point, strict=True))
+        store.add({**named, "rng": job["rng"], "error": why})
         progress.update()
 
 
@@ -317,8 +359,10 @@ def run_jobs(
         progress.close()
 
 
-def emit(method: str, budget: float | None, **fields: Any) -> None:
-    row = {"method": method, "budget": budget, **fields}
+def emit(
+    method: str, budget: float | None, target_bytes: int | None, **fields: Any
+) -> None:
+    row = {"method": method, "budget": budget, "target_bytes": target_bytes, **fields}
     print("ROW " + json.dumps(row), flush=True)
 
 
@@ -354,46 +398,58 @@ def worker(args: argparse.Namespace) -> int:
 
 def _measure_points(points: Any, build: Any, args: Any, job: dict[str, Any]) -> int:
     from curve.measure import measure
-    from curve.methods import BUDGET_METHODS
+    from curve.methods import BUDGET_METHODS, PlanPoint
 
     import torch_overlay
 
-    for method, budget in points:
+    for method, budget, target in points:
         try:
             features = BUDGET_METHODS.get(method, ())
             if features:
                 torch_overlay.apply(*features)
             model, inputs = build()
-            files = (job["lock"], job["reference"])
-            fields = measure(model, inputs, method, budget, args.backend, *files)
+            fields = measure(
+                model,
+                inputs,
+                PlanPoint(method, budget, target),
+                args.backend,
+                job["lock"],
+                job["reference"],
+                args.optimizer,
+            )
         except Exception as error:
             fields = {"error": f"{type(error).__name__}: {error}"}
-        emit(method, budget, **fields)
+        emit(method, budget, target, **fields)
     return 0
 
 
 def _predict_points(points: Any, build: Any, args: Any) -> int:
-    from curve.methods import BUDGET_METHODS, use_checkpointing
-    from curve.predict import PlanPoint, predict
+    from curve.methods import BUDGET_METHODS, PlanPoint, use_checkpointing
+    from curve.predict import predict
 
     import torch_overlay
 
-    fixed = [m for m, b in points if b is None]
+    fixed = [m for m, _, _ in points if m not in BUDGET_METHODS]
     if fixed == ["eager"]:
-        emit("eager", None, error="eager has no graph to predict from; use --measure")
+        emit(
+            "eager",
+            None,
+            None,
+            error="eager has no graph to predict from; use --measure",
+        )
         return 0
-    if any(BUDGET_METHODS.get(m) for m, _ in points):
-        torch_overlay.apply("remat", "boundaries")
+    if any(BUDGET_METHODS.get(m) for m, _, _ in points):
+        torch_overlay.apply("remat", "peak")
     model, inputs = build()
     if fixed:
         use_checkpointing(model, fixed[0])
-    wanted = {PlanPoint(m, 1.0 if b is None else b): b for m, b in points}
+    wanted = {PlanPoint(m, 1.0 if b is None else b, t): b for m, b, t in points}
 
     def done(point: PlanPoint, result: Any) -> None:
         fields = {"error": result}
         if not isinstance(result, str):
             fields = dataclasses.asdict(result)
-        emit(point.method, wanted[point], **fields)
+        emit(point.method, wanted[point], point.target_bytes, **fields)
 
     predict(model, inputs, list(wanted), args.backend, done, args.device)
     return 0

@@ -3,7 +3,7 @@
 
     python scripts/repro_197838.py [--overlay] [--json] [--device cpu|cuda]
 
-Runs on any torch; --overlay turns torch_overlay's "rng", "remat" and "boundaries" on
+Runs on any torch; --overlay turns torch_overlay's "rng", "remat" and "peak" on
 first.  Without a CUDA device: live bytes of the partitioned backward of a stack of 16
 gated MLPs.  With one: the measured peak of a training step of a 32-layer transformer.
 See pytorch/pytorch#197838.
@@ -25,7 +25,7 @@ from typing import Any
 
 BUDGETS = (0, 0.02, 0.05, 0.1, 0.2, 0.5, 0.8, 1)
 TOLERANCE = 1.01
-FEATURES = ("rng", "remat", "boundaries")
+FEATURES = ("rng", "remat", "peak")
 
 
 def blocks(layers: int, size: int, inner: int, heads: int) -> Any:

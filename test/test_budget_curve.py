@@ -20,7 +20,6 @@ from torch.testing._internal.common_utils import run_tests, TestCase
 SCRIPTS = Path(__file__).resolve().parent.parent / "scripts"
 sys.path.insert(0, str(SCRIPTS))
 
-import boundaries_tables
 import budget_curve
 from curve import measure, methods, models, pretend, report
 from curve.dry_run import run_dry
@@ -128,20 +127,6 @@ class TestPretendAttention(TestCase):
         )
 
 
-class TestDocs(TestCase):
-    def test_tables_are_those_of_the_result_files(self):
-        page = (SCRIPTS.parent / "docs" / "boundaries.md").read_text(encoding="utf-8")
-        lines = page.splitlines()
-        for title, table in boundaries_tables.TABLES.items():
-            for line in table():
-                self.assertIn(line, lines, title)
-
-    def test_largest_rise(self):
-        rows = [{"budget": b, "peak": p} for b, p in ((0, 120), (0.5, 100), (1, 110))]
-        self.assertAlmostEqual(boundaries_tables.largest_rise(rows, "peak"), 0.2)
-        self.assertEqual(boundaries_tables.largest_rise(rows[1:], "peak"), 0)
-
-
 class TestArguments(TestCase):
     def test_budgets(self):
         self.assertEqual(budget_curve.parse_budgets("0:0.2:0.1"), [0.0, 0.1, 0.2])
@@ -156,7 +141,7 @@ class TestArguments(TestCase):
             (["--predict", "--rng", "keep"], "accepted are off, replay, save"),
             (
                 ["--predict", "--methods", "best"],
-                "accepted are stock, light, all, boundaries, memory, mask-again, ac1",
+                "accepted are stock, light, all, peak, memory, ac1",
             ),
             (["--predict", "--jobs", "0"], "--jobs must be at least 1"),
             (["--measure", "--device", "cpu"], "use --predict on a CPU-only machine"),
@@ -268,8 +253,8 @@ class TestRows(TestCase):
         store.add({"method": "stock", "budget": 0.5, "liveness_peak_bytes": 7})
         store.add({"method": "stock", "budget": 0.0, "error": "boom"})
         again = self.store(resume=True)
-        self.assertTrue(again.has("stock", 0.5))
-        self.assertFalse(again.has("stock", 0.0))
+        self.assertTrue(again.has("stock", 0.5, None))
+        self.assertFalse(again.has("stock", 0.0, None))
         self.assertEqual([r["budget"] for r in again.rows], [0.5])
 
     def test_a_new_run_keeps_the_old_file(self):
@@ -286,7 +271,7 @@ class TestRows(TestCase):
 
     def test_dead_worker_leaves_error_rows(self):
         store = self.store()
-        job = {"points": [["stock", 0.0], ["all", 0.0]], "rng": "save"}
+        job = {"points": [["stock", 0.0, None], ["all", 0.0, None]], "rng": "save"}
         with mock.patch.object(budget_curve, "__file__", "/nonexistent/worker.py"):
             budget_curve.run_worker(job, [], store, mock.Mock())
         self.assertEqual(len(store.rows), 2)
@@ -300,9 +285,9 @@ class TestRows(TestCase):
         store.add({**point, "liveness_peak_bytes": 7})
         store.add({**point, "rng": "save", "liveness_peak_bytes": 8})
         self.assertEqual([r["liveness_peak_bytes"] for r in store.rows], [7, 8])
-        self.assertTrue(store.has("stock", 0.5))
-        self.assertTrue(store.has("stock", 0.5, "save"))
-        self.assertFalse(store.has("stock", 0.5, "replay"))
+        self.assertTrue(store.has("stock", 0.5, None))
+        self.assertTrue(store.has("stock", 0.5, None, "save"))
+        self.assertFalse(store.has("stock", 0.5, None, "replay"))
         self.assertIn("rng", report.table(store.rows).splitlines()[0])
         self.assertNotIn("rng", report.table(store.rows[:1]).splitlines()[0])
 

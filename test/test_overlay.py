@@ -109,7 +109,7 @@ class TestApply(OverlayCase):
 
     def test_two_features_on_one_function(self):
         plain = partitioners.choose_saved_values_set
-        for first, second in (("rng", "boundaries"), ("boundaries", "rng")):
+        for first, second in (("rng", "peak"), ("peak", "rng")):
             with torch_overlay.applied(first):
                 once = partitioners.choose_saved_values_set
                 with torch_overlay.applied(second):
@@ -125,10 +125,10 @@ class TestApply(OverlayCase):
 
     def test_tiers(self):
         parse = torch_overlay.parse_features
-        self.assertEqual(parse("memory"), ("remat", "boundaries"))
-        self.assertEqual(parse("1,memory")[-2:], ("remat", "boundaries"))
+        self.assertEqual(parse("memory"), ("remat", "peak"))
+        self.assertEqual(parse("1,memory")[-2:], ("remat", "peak"))
         self.assertIn("rng", parse("1,memory"))
-        self.assertEqual(parse("memory,remat=all"), ("boundaries", "remat=all"))
+        self.assertEqual(parse("memory,remat=all"), ("peak", "remat=all"))
 
     def test_value_sets_no_other_key(self):
         with torch_overlay.applied("rng=save"):
@@ -374,7 +374,7 @@ class TestAliases(OverlayCase):
             import torch_overlay
             torch_overlay.apply("remat")
             importlib.util.find_spec("torch._inductor.choices")
-            rows = {r.target: r for r in torch_overlay.status()}
+            rows = {r.target: r for r in torch_overlay.status() if r.feature == "remat"}
             row = rows["torch._inductor.choices:InductorChoices.can_fuse_vertical"]
             print(row.state, "/", row.detail)
             from torch._inductor.choices import InductorChoices

@@ -58,9 +58,9 @@ FEATURES: dict[str, Feature] = {
             values=("light", "all", "off"),
         ),
         Feature(
-            "boundaries",
+            "peak",
             "memory",
-            "saves narrow cuts of the forward beside what the budget saves",
+            "chooses what is saved: least recompute within a limit of the peak",
         ),
     )
 }
@@ -71,11 +71,14 @@ RELEASES = versions()
 OVERLAY_MODULES = (
     "torch_overlay._functorch.config",
     "torch_overlay._functorch.partitioners",
+    "torch_overlay._functorch._aot_autograd.graph_compile",
     "torch_overlay._functorch._activation_checkpointing.knapsack",
     "torch_overlay._functorch._activation_checkpointing.knapsack_evaluator",
     "torch_overlay._inductor.config",
+    "torch_overlay._inductor.compile_fx",
     "torch_overlay._inductor.choices",
     "torch_overlay._inductor.codegen.triton",
+    "torch_overlay._inductor.codegen.wrapper",
     "torch_overlay._inductor.optimize_indexing",
 )
 

@@ -17,11 +17,13 @@ from filelock import FileLock
 
 from . import models
 from .methods import BUDGET_METHODS, use_checkpointing
-from .observe import method_settings, ObservingPartitioner, Prediction
+from .observe import ObservingPartitioner, Prediction
 
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+
+    from .methods import PlanPoint
 
 
 PEAK_REPEATS = 3
@@ -71,8 +73,9 @@ def _reference(
     return found
 
 
-def _peak_bytes(run: Callable[[], None], model: torch.nn.Module) -> int:
-    peaks = []
+def _peak_bytes(run: Callable[[], None], model: torch.nn.Module) -> tuple[int, int]:
+    """Median peaks of a step: without what is resident before it, and all of it."""
+    peaks, totals = [], []
     for _ in range(PEAK_REPEATS):
         model.zero_grad(set_to_none=False)
         gc.collect()
@@ -81,8 +84,9 @@ def _peak_bytes(run: Callable[[], None], model: torch.nn.Module) -> int:
         resident = torch.cuda.memory_allocated()
         run()
         torch.cuda.synchronize()
-        peaks.append(torch.cuda.max_memory_allocated() - resident)
-    return int(statistics.median(peaks))
+        totals.append(torch.cuda.max_memory_allocated())
+        peaks.append(totals[-1] - resident)
+    return int(statistics.median(peaks)), int(statistics.median(totals))
 
 
 def _step_ms(run: Callable[[], None]) -> tuple[float, float]:
@@ -100,18 +104,20 @@ def _step_ms(run: Callable[[], None]) -> tuple[float, float]:
 def measure(
     model: torch.nn.Module,
     inputs: dict[str, torch.Tensor],
-    method: str,
-    budget: float | None,
+    point: PlanPoint,
     backend: str,
     lock: str,
     reference_path: str,
+    optimizer: str | None = None,
 ) -> dict[str, Any]:
     """Train a step on CUDA and return the measured fields of a row.
 
     Parameters, gradients and inputs are resident before a step and are not part of the
-    peak.  The lock is held while anything is timed or measured.
+    peak.  With an optimizer a step is a whole one: gradients are made anew, and the
+    optimizer's state is resident, also when the step is compiled.  The lock is held
+    while anything is timed or measured.
     """
-    device = torch.device("cuda")
+    device, method = torch.device("cuda"), point.method
     model, inputs = model.to(device), {k: v.to(device) for k, v in inputs.items()}
     # Some machines carry a cuDNN older than this torch was built for.
     torch.backends.cuda.enable_cudnn_sdp(False)
@@ -122,16 +128,26 @@ def measure(
     compiled = model if method == "eager" else torch.compile(model, backend=backend)
     seen = Prediction()
     settings = contextlib.ExitStack()
-    settings.enter_context(method_settings(method))
-    if budget is not None:
-        settings.enter_context(functorch_config.patch(activation_memory_budget=budget))
+    settings.enter_context(point.settings())
     if backend == "inductor":
         observer = ObservingPartitioner(seen)
         settings.enter_context(inductor_config.patch(custom_partitioner_fn=observer))
 
+    update = None
+    if optimizer is not None:
+        update = torch.optim.AdamW(model.parameters(), lr=0.0, fused=True)
+        for parameter in model.parameters():
+            parameter.grad = torch.zeros_like(parameter)
+        update.step()
+        update.zero_grad(set_to_none=True)
+
     def run() -> None:
         _step(compiled, inputs)
+        if update is not None and stepping:
+            update.step()
+            update.zero_grad(set_to_none=True)
 
+    stepping = False
     with settings:
         start = time.perf_counter()
         torch.manual_seed(SEED)
@@ -139,16 +155,18 @@ def measure(
         torch.cuda.synchronize()
         compile_seconds = time.perf_counter() - start
         error = relative_l2([g.cpu() for g in _gradients(model)], reference)
+        stepping = True
         with FileLock(lock):
             for _ in range(WARM_UP_STEPS):
                 run()
-            peak = _peak_bytes(run, model)
+            peak, total = _peak_bytes(run, model)
             median, fastest = _step_ms(run)
     plan = {k: v for k, v in dataclasses.asdict(seen).items() if v is not None}
     observed = plan if seen.liveness_peak_bytes else {}
     return {
         **observed,
         "measured_peak_bytes": peak,
+        "total_peak_bytes": total,
         "step_ms": median,
         "step_ms_min": fastest,
         "compile_seconds": compile_seconds,

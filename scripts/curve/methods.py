@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
+from dataclasses import dataclass
 from typing import Any, TYPE_CHECKING
 
 import torch
+import torch._functorch.config as functorch_config
 from torch.utils.checkpoint import (
     checkpoint,
     CheckpointPolicy,
@@ -16,22 +19,48 @@ from .models import repeated_layers
 
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from torch import nn
 
 
 # Methods that run at every budget, with the features that each needs; "memory" is what
-# TORCH_OVERLAY=memory turns on, "mask-again" is boundaries without saving what
-# attention's backward reads expanded.
+# TORCH_OVERLAY=memory turns on.
 BUDGET_METHODS: dict[str, tuple[str, ...]] = {
     "stock": (),
     "light": ("remat=light",),
     "all": ("remat=all",),
-    "boundaries": ("boundaries",),
-    "memory": ("remat=light", "boundaries"),
-    "mask-again": ("boundaries",),
+    "peak": ("peak",),
+    "memory": ("remat=light", "peak"),
 }
 FIXED_METHODS = ("ac1", "ac2", "sac-attn", "sac-mm", "eager")
 METHODS = (*BUDGET_METHODS, *FIXED_METHODS)
+
+
+@dataclass(frozen=True)
+class PlanPoint:
+    """One point of a curve: a method at a budget, or with a target for its peak."""
+
+    method: str
+    budget: float | None = None
+    target_bytes: int | None = None
+
+    @contextlib.contextmanager
+    def settings(self) -> Iterator[None]:
+        """Set the keys of the overlay to the method's values; the rest of it is off."""
+        features = BUDGET_METHODS.get(self.method, ())
+        given = dict(f.partition("=")[::2] for f in features)
+        wanted = {
+            "use_site_remat": given.get("remat", "off"),
+            "save_by_peak": "peak" in given,
+            "activation_memory_peak_target": self.target_bytes,
+        }
+        there = {k: v for k, v in wanted.items() if hasattr(functorch_config, k)}
+        if self.budget is not None:
+            there["activation_memory_budget"] = self.budget
+        with functorch_config.patch(there) if there else contextlib.nullcontext():
+            yield
+
 
 _MATMULS = (
     torch.ops.aten.mm.default,

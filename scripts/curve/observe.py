@@ -8,12 +8,11 @@ from dataclasses import dataclass
 from typing import Any, TYPE_CHECKING
 from unittest import mock
 
-import torch._functorch.config as functorch_config
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._inductor.custom_graph_pass import CustomPartitionerFn
 
 from torch_overlay._functorch._activation_checkpointing import (
-    narrow_cuts,
+    save_by_peak,
     use_site_remat,
 )
 from torch_overlay._functorch._activation_checkpointing.graph_storage import (
@@ -22,8 +21,6 @@ from torch_overlay._functorch._activation_checkpointing.graph_storage import (
 from torch_overlay._functorch._activation_checkpointing.recompute_cost import (
     node_flops,
 )
-
-from .methods import BUDGET_METHODS
 
 
 if TYPE_CHECKING:
@@ -37,6 +34,8 @@ class Prediction:
     """Sums and maxima over the graphs of one program, in bytes, FLOPs and seconds."""
 
     saved_bytes: int = 0
+    model_peak_bytes: int | None = None
+    lowest_peak_bytes: int | None = None
     predicted_peak_bytes: int | None = None
     estimated_peak_bytes: int | None = None
     liveness_peak_bytes: int = 0
@@ -46,17 +45,28 @@ class Prediction:
 
 
 @contextlib.contextmanager
-def time_pass(into: Prediction) -> Iterator[None]:
-    """Add the time of use-site rematerialization to ``into``."""
-    plain = use_site_remat.use_site_remat
+def watch_passes(into: Prediction) -> Iterator[None]:
+    """Add the time of planning and of use-site remat, and what the plan says."""
+    planned, remat = save_by_peak.plan_saved_set, use_site_remat.use_site_remat
 
-    def timed(gm: fx.GraphModule, mode: str, **options: bool) -> fx.GraphModule:
+    def plan_saved_set(*args: Any, **options: Any) -> Any:
         start = time.perf_counter()
-        result = plain(gm, mode, **options)
+        schedule, plan = planned(*args, **options)
+        into.plan_seconds += time.perf_counter() - start
+        into.model_peak_bytes = max(into.model_peak_bytes or 0, plan.peak_bytes)
+        into.lowest_peak_bytes = max(into.lowest_peak_bytes or 0, plan.lowest_bytes)
+        return schedule, plan
+
+    def timed(*args: Any, **options: Any) -> Any:
+        start = time.perf_counter()
+        result = remat(*args, **options)
         into.plan_seconds += time.perf_counter() - start
         return result
 
-    with mock.patch.object(use_site_remat, "use_site_remat", timed):
+    with (
+        mock.patch.object(save_by_peak, "plan_saved_set", plan_saved_set),
+        mock.patch.object(use_site_remat, "use_site_remat", timed),
+    ):
         yield
 
 
@@ -78,7 +88,7 @@ def observed_partition(
     joint: fx.GraphModule, inputs: Any, kwargs: dict[str, Any], into: Prediction
 ) -> tuple[fx.GraphModule, fx.GraphModule]:
     """Partition ``joint`` as configured and add what is seen to ``into``."""
-    with time_pass(into):
+    with watch_passes(into):
         forward, backward = min_cut_rematerialization_partition(joint, inputs, **kwargs)
     into.saved_bytes += _saved_bytes(backward.graph)
     into.recompute_flops += (
@@ -103,23 +113,3 @@ class ObservingPartitioner(CustomPartitionerFn):
 
     def __call__(self, gm: fx.GraphModule, inputs: Any, **kwargs: Any) -> Any:
         return observed_partition(gm, inputs, kwargs, self.into)
-
-
-@contextlib.contextmanager
-def method_settings(method: str) -> Iterator[None]:
-    """Set the keys of the overlay to a method's values; the rest of it is off."""
-    features = dict(f.partition("=")[::2] for f in BUDGET_METHODS.get(method, ()))
-    wanted = {
-        "use_site_remat": features.get("remat", "off"),
-        "save_narrow_cuts": "boundaries" in features,
-    }
-    there = {k: v for k, v in wanted.items() if hasattr(functorch_config, k)}
-    with contextlib.ExitStack() as settings:
-        if there:
-            settings.enter_context(functorch_config.patch(there))
-        if method == "mask-again":
-            nothing = mock.patch.object(
-                narrow_cuts, "values_read_expanded", lambda schedule, saved: []
-            )
-            settings.enter_context(nothing)
-        yield

@@ -26,13 +26,15 @@ from torch._inductor.graph import GraphLowering
 from torch.fx.experimental.symbolic_shapes import optimization_hint
 
 from .dry_run import run_dry
-from .observe import method_settings, observed_partition, Prediction
+from .observe import observed_partition, Prediction
 
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
     import torch.fx as fx
+
+    from .methods import PlanPoint
 
 
 class _Emitted(BaseException):
@@ -165,14 +167,6 @@ def _stub_compiler(gm: fx.GraphModule, _inputs: Any, **_kwargs: Any) -> Any:
     return run
 
 
-@dataclass(frozen=True)
-class PlanPoint:
-    """One point of a curve: a method at a budget."""
-
-    method: str
-    budget: float
-
-
 class _Predictor:
     """Partitions each joint graph at every point and records what it would take."""
 
@@ -215,10 +209,7 @@ class _Predictor:
             return
         into = self.found[point]
         try:
-            with (
-                functorch_config.patch(activation_memory_budget=point.budget),
-                method_settings(point.method),
-            ):
+            with point.settings():
                 forward, backward = observed_partition(
                     copy.deepcopy(gm), inputs, kwargs, into
                 )

@@ -70,7 +70,7 @@ class TestSavedSetPrograms(TestCase):
         found = [i.grad for i in inputs if i.grad is not None]
         return [*(r.detach() for r in results), *found]
 
-    @torch_overlay.applied("rng", "boundaries")  # overlay only
+    @torch_overlay.applied("rng", "peak")  # overlay only
     @parametrize("start", STARTS, name_fn=lambda start: start.__name__)
     @parametrize("end", [subtest(end, name=name) for name, end in ENDS.items()])
     def test_gradients(self, start, end):

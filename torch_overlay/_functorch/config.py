@@ -29,10 +29,19 @@ adds_config(
 )
 
 adds_config(
-    "torch._functorch.config:save_narrow_cuts",
+    "torch._functorch.config:save_by_peak",
     default=True,
     value_type=bool,
-    feature="boundaries",
-    patch="save-narrow-cuts",
+    feature="peak",
+    patch="save-by-peak",
+    issue="pytorch/pytorch#197838",
+)
+
+adds_config(
+    "torch._functorch.config:activation_memory_peak_target",
+    default=None,
+    value_type=object,
+    feature="peak",
+    patch="save-by-peak",
     issue="pytorch/pytorch#197838",
 )

@@ -53,20 +53,21 @@ def choose_saved_values_set(
 
 @overrides(
     "torch._functorch.partitioners:choose_saved_values_set",
-    feature="boundaries",
-    patch="save-narrow-cuts",
+    feature="peak",
+    patch="save-by-peak",
     issue="pytorch/pytorch#197838",
 )
-def choose_saved_values_set_with_cuts(
+def choose_saved_values_set_by_peak(
     original: Callable[..., list[fx.Node]],
     joint_graph: fx.Graph,
     node_info: NodeInfo,
     memory_budget: float = 1,
 ) -> list[fx.Node]:
-    from ._activation_checkpointing import narrow_cuts
+    from ._activation_checkpointing import save_by_peak
 
-    saved = original(joint_graph, node_info, memory_budget)
-    return narrow_cuts.save_narrow_cuts(joint_graph, node_info, saved, memory_budget)
+    if not save_by_peak.is_on():
+        return original(joint_graph, node_info, memory_budget)
+    return save_by_peak.save_by_peak(original, joint_graph, node_info, memory_budget)
 
 
 @overrides(

@@ -1,21 +1,20 @@
-"""Predicts the peak memory of a saved set from the joint graph.
+"""A classified joint graph as numbers, for choosing what the forward saves.
 
-The peak is the larger one of forward and backward: live storages in the order in which
-the partitioner emits the nodes, graph inputs apart.  A pointwise value with one
-pointwise reader is taken for computed inside its reader's kernel.
+What the partitioner knows of a joint graph, and what a backend will make of its
+operators, in tuples that a search can walk many times.
 """
 
 from __future__ import annotations
 
-import itertools
 import operator
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
 from torch.utils._ordered_set import OrderedSet
 from torch.utils.flop_counter import flop_registry
 
-from .graph_storage import graph_storages
+from .graph_storage import graph_storages, GraphStorages, is_expanded, tensor_bytes
 from .recompute_safety import recompute_hazard
 
 
@@ -25,109 +24,129 @@ if TYPE_CHECKING:
     import torch.fx as fx
     from torch._functorch.partitioners import NodeInfo, OpTypes
 
-# Data movement and normalization that the partitioner's own list leaves out.
-_LIGHT_BESIDES = OrderedSet(
-    "_softmax _log_softmax cat constant_pad_nd cumsum native_layer_norm repeat tril "
-    "native_group_norm select_scatter slice_scatter triu".split()
+# What a backend makes of an operator.  A view renames storage, as does what takes a
+# tuple apart.  A pointwise result may be computed inside its readers' kernels; what a
+# reduction or a scatter reads may be computed inside theirs, its result may not.  An
+# opaque operator reads and writes memory.
+INPUT, VIEW, POINTWISE, REDUCTION, SCATTER, OPAQUE = range(6)
+
+# Inductor generates code for these, though neither the partitioner's list nor a tag of
+# the operator says so.
+_POINTWISE_BESIDES = OrderedSet(
+    "_unsafe_index _unsafe_masked_index avg_pool2d cat constant_pad_nd embedding flip "
+    "index_select inductor_lookup_seed repeat roll "
+    "select_scatter slice_scatter tril upsample_nearest2d".split()
+)
+_REDUCTION_BESIDES = OrderedSet(
+    "_log_softmax _softmax cumsum inductor_randint inductor_random native_group_norm "
+    "native_layer_norm prepare_softmax_online sum var".split()
+)
+_SCATTER = OrderedSet(
+    "_unsafe_index_put _unsafe_masked_index_put_accumulate index_put scatter "
+    "scatter_add scatter_reduce".split()
 )
 
-_NONE, _SEVERAL = -1, -2
-# Predicted peaks that differ by less than this part count as equal.
-NEARLY_EQUAL = 1.005
+
+def _kind_of(node: fx.Node, types: OpTypes) -> int:
+    target = node.target
+    if target is operator.getitem:
+        return VIEW
+    packet = getattr(target, "overloadpacket", None)
+    if types.is_compute_intensive(node) or packet in flop_registry:
+        return OPAQUE
+    name, tags = getattr(packet, "__name__", ""), getattr(target, "tags", ())
+    if torch.Tag.reduction in tags or name in _REDUCTION_BESIDES:
+        return REDUCTION
+    if name in _SCATTER:
+        return SCATTER
+    pointwise = torch.Tag.pointwise in tags or name in _POINTWISE_BESIDES
+    return POINTWISE if pointwise or types.is_fusible(node) else OPAQUE
 
 
-def _is_costly(node: fx.Node, types: OpTypes) -> bool:
-    """Whether an operator's results are worth saving."""
-    if node.op != "call_function" or node.target is operator.getitem:
-        return False
+def _scratch_bytes(node: fx.Node) -> int:
+    """What a kernel allocates for itself: memory-efficient attention's backward.
+
+    A float32 sum for each query, and for each 64 x 64 block of the query's gradient the
+    block in float32 and four words (the workspace in the kernel's source).
+    """
     packet = getattr(node.target, "overloadpacket", None)
-    light = getattr(packet, "__name__", "") in _LIGHT_BESIDES
-    return (
-        not (light or types.is_recomputable(node))
-        or types.is_compute_intensive(node)
-        or packet in flop_registry
-    )
+    if packet is not torch.ops.aten._scaled_dot_product_efficient_attention_backward:
+        return 0
+    query = node.args[1].meta["val"]  # pyrefly: ignore [missing-attribute]
+    batch, heads, queries, size = (int(n) for n in query.shape)
+    blocks = batch * heads * -(-queries // 64) * -(-size // 64)
+    return 4 * batch * heads * queries + blocks * (4 * 64 * 64 + 4 * 4)
 
 
-def _unmarked(items: Sequence[int], marks: bytearray) -> Sequence[int]:
-    """``items`` without the marked ones, the same object if there is none."""
-    for i in items:
-        if marks[i]:
-            return [i for i in items if not marks[i]]
-    return items
-
-
+@dataclass(frozen=True, eq=False)
 class JointSchedule:
-    """A classified joint graph as numbers: node ``i`` is ``nodes[i]``.
+    """A classified joint graph.  Node ``i`` is ``nodes[i]``, a value is a storage.
 
-    Per node: ``inputs``, the nodes that it reads; ``values``, the storages of its
-    result; ``moves``, whether it only renames storage; ``fusible`` and ``heavy``.
-    ``forward`` and ``backward`` list what each graph must run, ``forward_outputs`` and
-    ``backward_outputs`` what it returns.  Storages in ``resident`` are graph inputs,
-    those in ``fixed`` are written in place or cannot be read.
+    Attributes:
+        generated: whether a backend generates kernels; else each operator is one.
+        nodes: the graph's nodes without its output, in order.
+        number: place of each node in ``nodes``.
+        kinds: what a backend makes of each node, ``INPUT`` to ``OPAQUE``.
+        heavy: whether a node's results are worth saving by themselves: it is opaque, or
+            a rule speaks against running it again.
+        inputs: nodes that each node reads.
+        users: nodes that read each node.
+        values: values of each node's result.
+        makes: values that each node is the first to have.
+        maker: the node that makes each value.
+        operands: values that each node reads; a view's are left out.
+        size_bytes: bytes of each value.
+        layout: equal for values that a kernel may use in each other's place: those of
+            one size, dtype and device.  -1 for what is never used so.
+        repeated: whether some node shows a value with repeated storage (stride 0).
+        written_out: by node and operand, bytes of the operand written out in full.
+        turned: nodes and operands where the node reads in another order than it writes.
+        scratch: bytes that each node's kernel allocates for itself.
+        held: values that the caller keeps alive: parameters and other graph inputs.
+        fixed: values that are written in place or cannot be read.
+        forward: calls that the forward's results need, in order, without views.
+        backward: calls that depend on a tangent, in order, without views.
+        arguments: values of graph inputs, tangents included.
+        results: values that the forward returns.
+        gradients: values that the backward returns.
     """
 
-    def __init__(self, graph: fx.Graph, info: NodeInfo) -> None:
-        # The partitioner imports this module.
-        from torch._functorch.partitioners import get_default_op_list
+    generated: bool
+    nodes: tuple[fx.Node, ...]
+    number: dict[fx.Node, int]
+    kinds: tuple[int, ...]
+    heavy: tuple[bool, ...]
+    inputs: tuple[tuple[int, ...], ...]
+    users: tuple[tuple[int, ...], ...]
+    values: tuple[tuple[int, ...], ...]
+    makes: tuple[tuple[int, ...], ...]
+    maker: tuple[int, ...]
+    operands: tuple[tuple[int, ...], ...]
+    size_bytes: tuple[int, ...]
+    layout: tuple[int, ...]
+    repeated: bytes
+    written_out: dict[tuple[int, int], int]
+    turned: frozenset[tuple[int, int]]
+    scratch: tuple[int, ...]
+    held: OrderedSet[int]
+    fixed: OrderedSet[int]
+    forward: tuple[int, ...]
+    backward: tuple[int, ...]
+    arguments: OrderedSet[int]
+    results: OrderedSet[int]
+    gradients: OrderedSet[int]
 
-        types = get_default_op_list()
-        storages = graph_storages(graph)
-        self.size_bytes = storages.size_bytes
-        self.fixed = storages.mutated | storages.opaque
-        self.nodes = nodes = [n for n in graph.nodes if n.op != "output"]
-        self.number = number = {n: i for i, n in enumerate(nodes)}
-        self.inputs = [[*map(number.__getitem__, n.all_input_nodes)] for n in nodes]
-        self.values = [storages.of_node[n] for n in nodes]
-        self.fusible, self.moves, self.heavy = [], [], []
-        # Storages that a node is the first to have, and a pointwise node's only one.
-        self._makes: list[Sequence[int]] = []
-        self._only: list[int] = []
-        seen = bytearray(len(self.size_bytes))
-        operators: dict[object, tuple[bool, bool]] = {}
-        for node, values in zip(nodes, self.values, strict=True):
-            known = operators.get(node.target)
-            if known is None:
-                known = types.is_fusible(node), _is_costly(node, types)
-                operators[node.target] = known
-            makes = _unmarked(values, seen)
-            moves = node.op == "call_function" and not makes
-            heavy = not moves and (known[1] or recompute_hazard(node) is not None)
-            self.fusible.append(known[0])
-            self.moves.append(moves)
-            self.heavy.append(heavy)
-            self._makes.append(makes)
-            single = known[0] and len(makes) == len(values) == 1
-            self._only.append(makes[0] if single else -1)
-            for v in makes:
-                seen[v] = 1
-        results = [number[n] for n in graph.output_node().all_input_nodes]
-        self.forward_outputs = [i for i in results if info.is_required_fw(nodes[i])]
-        self.backward_outputs = [i for i in results if info.is_required_bw(nodes[i])]
-        calls = [i for i, n in enumerate(nodes) if n.op == "call_function"]
-        self.forward = [i for i in calls if info.is_required_fw(nodes[i])]
-        self.backward = [i for i in calls if info.is_required_bw(nodes[i])]
-        self.placeholders = [i for i, n in enumerate(nodes) if n.op == "placeholder"]
-        self._at_start = bytearray(len(nodes))
-        for i in self.placeholders:
-            self._at_start[i] = 1
-        self._needs = [_unmarked(ins, self._at_start) for ins in self.inputs]
-        self.resident = self.storages(number[n] for n in info.inputs)
-        self._bytes = list(self.size_bytes)
-        for v in self.resident:
-            self._bytes[v] = 0
-        self._reads: list[Sequence[int]] = [()] * len(nodes)
-        for i in self.makers(calls):
-            read = [self.values[a] for a in self.inputs[i]]
-            self._reads[i] = (
-                read[0] if len(read) == 1 else [*dict.fromkeys(itertools.chain(*read))]
-            )
-        self._always = self.emitted(self.forward_outputs, ())
-        order, end = sorted(self._always), self.storages(self.forward_outputs)
-        self._forward_peak = max(self._live_bytes(self.makers(order), (), end))
-
-    def storages(self, nodes: Iterable[int]) -> OrderedSet[int]:
+    def values_of(self, nodes: Iterable[int]) -> OrderedSet[int]:
         return OrderedSet(v for i in nodes for v in self.values[i])
+
+    def makers_of(self, values: Iterable[int]) -> list[int]:
+        """Calls that make values, each once."""
+        makers = dict.fromkeys(self.maker[v] for v in values)
+        return [i for i in makers if self.kinds[i] != INPUT]
+
+    def saved_bytes(self, values: Collection[int]) -> int:
+        """Bytes that a saved set keeps alive."""
+        return sum(self.size_bytes[v] for v in values if v not in self.held)
 
     def may_save(self, i: int) -> bool:
         """Whether a node makes a tensor that no user's policy decides on."""
@@ -135,103 +154,183 @@ class JointSchedule:
         plain = isinstance(meta.get("val"), torch.Tensor) and not meta.get("recompute")
         return plain and self.fixed.isdisjoint(self.values[i])
 
-    def emitted(self, wanted: Iterable[int], given: Iterable[int]) -> list[int]:
-        """``wanted`` in order, each after those of its arguments that are not given."""
-        done, needs = bytearray(self._at_start), self._needs
-        for i in given:
-            done[i] = 1
+    def may_run_again(self, i: int) -> bool:
+        """Whether neither a rule nor a user's policy speaks against a recompute."""
+        while self.nodes[i].target is operator.getitem:
+            (i,) = self.inputs[i]
+        node = self.nodes[i]
+        return not node.meta.get("recompute") and recompute_hazard(node) is None
+
+    def parts(self, i: int) -> tuple[int, ...]:
+        """The nodes that take a node's results apart, or the node itself."""
+        parts = (k for k in self.users[i] if self.nodes[k].target is operator.getitem)
+        return tuple(parts) or (i,)
+
+    def emitted(self, wanted: Iterable[int], saved: Iterable[int]) -> list[int]:
+        """``wanted`` in order, each after what makes its operands that are not saved.
+
+        This is the order in which the partitioner emits a backward, without views.
+        """
+        operands, maker = self.operands, self.maker
+        have, done = bytearray(len(self.size_bytes)), bytearray(len(self.nodes))
+        for v in self.arguments:
+            have[v] = 1
+        for v in saved:
+            have[v] = 1
         order: list[int] = []
         for node in wanted:
             if done[node]:
                 continue
             done[node] = 1
-            for a in needs[node]:
-                if not done[a]:
-                    break
-            else:
-                order.append(node)
-                continue
             found = [node]
             for i in found:
-                for a in needs[i]:
-                    if not done[a]:
-                        done[a] = 1
-                        found.append(a)
-            found.sort()
+                for v in operands[i]:
+                    if not have[v]:
+                        have[v] = 1
+                        source = maker[v]
+                        if not done[source]:
+                            done[source] = 1
+                            found.append(source)
+            if len(found) > 1:
+                found.sort()
             order += found
         return order
 
-    def results(self, i: int) -> list[int]:
-        """The nodes that take a node's results apart, or the node itself."""
+
+def _kinds(
+    nodes: Sequence[fx.Node], storages: GraphStorages
+) -> tuple[list[int], list[tuple[int, ...]]]:
+    """Kinds of nodes, and values that each is the first to have."""
+    # The partitioner imports this module.
+    from torch._functorch.partitioners import get_default_op_list
+
+    types = get_default_op_list()
+    by_target: dict[object, int] = {}
+    kinds, makes = [], []
+    seen = bytearray(len(storages.size_bytes))
+    for node in nodes:
+        own = storages.of_node[node]
+        made = tuple(v for v in own if not seen[v])
+        for v in made:
+            seen[v] = 1
+        makes.append(made)
+        if node.op != "call_function":
+            kinds.append(INPUT)
+            continue
+        kind = by_target.get(node.target)
+        if kind is None:
+            kind = by_target[node.target] = _kind_of(node, types)
+        if not made:
+            # Also sizes, which take no memory, and writes, which make no value.
+            kind = VIEW
+        elif kind == VIEW:
+            kind = OPAQUE
+        elif kind == POINTWISE and len(made) != 1:
+            kind = REDUCTION
+        kinds.append(kind)
+    return kinds, makes
+
+
+def _layouts(nodes: Sequence[fx.Node], storages: GraphStorages) -> tuple[int, ...]:
+    known: dict[object, int] = {}
+    found = [-1] * len(storages.size_bytes)
+    for node in nodes:
+        values, value = storages.of_node[node], node.meta.get("val")
+        if (
+            len(values) == 1
+            and isinstance(value, torch.Tensor)
+            and found[values[0]] < 0
+        ):
+            key = (storages.size_bytes[values[0]], value.dtype, value.device)
+            found[values[0]] = known.setdefault(key, len(known))
+    return tuple(found)
+
+
+def _is_turned(source: fx.Node, node: fx.Node) -> bool:
+    read, written = source.meta.get("val"), node.meta.get("val")
+    if not isinstance(read, torch.Tensor) or not isinstance(written, torch.Tensor):
+        return False
+    if read.dim() != written.dim():
+        return not (read.is_contiguous() and written.is_contiguous())
+    return read.stride() != written.stride() and read.shape == written.shape
+
+
+def joint_schedule(
+    graph: fx.Graph,
+    info: NodeInfo,
+    dropped: Collection[fx.Node] = (),
+    generated: bool = True,
+) -> JointSchedule:
+    """Read a classified joint graph.
+
+    Args:
+        graph: the joint graph, with ``meta["val"]``.
+        info: what the partitioner knows of it.
+        dropped: graph inputs that the caller does not keep alive.
+        generated: whether a backend generates kernels, as Inductor does.
+    """
+    storages = graph_storages(graph)
+    nodes = tuple(n for n in graph.nodes if n.op != "output")
+    number = {n: i for i, n in enumerate(nodes)}
+    values = tuple(storages.of_node[n] for n in nodes)
+    kinds, makes = _kinds(nodes, storages)
+    maker = [0] * len(storages.size_bytes)
+    for i, made in enumerate(makes):
+        for v in made:
+            maker[v] = i
+    inputs = tuple(tuple(number[a] for a in n.all_input_nodes) for n in nodes)
+    operands: list[tuple[int, ...]] = []
+    written_out: dict[tuple[int, int], int] = {}
+    repeated = bytearray(len(maker))
+    turned: list[tuple[int, int]] = []
+    for i, kind in enumerate(kinds):
+        if kind in (INPUT, VIEW):
+            operands.append(())
+            continue
+        operands.append(tuple(dict.fromkeys(v for a in inputs[i] for v in values[a])))
+        for a in inputs[i]:
+            if kind == POINTWISE and _is_turned(nodes[a], nodes[i]):
+                turned += [(i, v) for v in values[a]]
+            if is_expanded(nodes[a]) and len(values[a]) == 1:
+                written_out[i, values[a][0]] = tensor_bytes(nodes[a].meta["val"])
+                repeated[values[a][0]] = 1
+    returned = [number[n] for n in graph.output_node().all_input_nodes]
+    calls = [i for i, k in enumerate(kinds) if k not in (INPUT, VIEW)]
+    kept_inputs = [n for n in info.inputs if n not in dropped]
+
+    def values_of(places: Iterable[int]) -> OrderedSet[int]:
+        return OrderedSet(v for i in places for v in values[i])
+
+    return JointSchedule(
+        generated=generated,
+        nodes=nodes,
+        number=number,
+        kinds=tuple(kinds),
+        heavy=tuple(
+            kind == OPAQUE
+            or (kind not in (INPUT, VIEW) and recompute_hazard(n) is not None)
+            for kind, n in zip(kinds, nodes, strict=True)
+        ),
+        inputs=inputs,
         # The graph's output is a user without a number.
-        readers = [self.number[n] for n in self.nodes[i].users if n.op != "output"]
-        parts = [k for k in readers if self.nodes[k].target is operator.getitem]
-        return parts or [i]
-
-    def used(self, saved: Iterable[int], backward: Iterable[int]) -> list[int]:
-        """Those of ``saved`` that an emitted backward reads or returns."""
-        inputs = itertools.chain.from_iterable(map(self.inputs.__getitem__, backward))
-        read = dict.fromkeys(itertools.chain(self.backward_outputs, inputs))
-        return [i for i in saved if i in read]
-
-    def makers(self, order: Iterable[int]) -> list[int]:
-        """Those nodes of ``order`` that do not only rename storage."""
-        return [i for i in order if not self.moves[i]]
-
-    def peak_bytes(self, saved: Iterable[int]) -> int:
-        """Predicted peak with these nodes saved; what no node reads is left out."""
-        return max(self.live_bytes(saved, whole=False))
-
-    def live_bytes(self, saved: Iterable[int], whole: bool = True) -> list[int]:
-        """Live bytes where the forward and then the backward make values, in order.
-
-        Of what is ``emitted`` those nodes count that do not only rename storage.  A
-        forward that is surely lower than the backward is left out if not ``whole``.
-        """
-        emitted = self.emitted(self.backward, saved)
-        used = self.used(saved, emitted)
-        kept = self.storages(used)
-        start = self.storages(self.placeholders) | kept
-        gradients = self.storages(self.backward_outputs)
-        backward = [*self._live_bytes(self.makers(emitted), start, gradients)]
-        besides = self.makers(self.emitted(used, self._always))
-        # A value that is kept adds no more than its bytes to the forward.
-        most = self._forward_peak + sum(self._bytes[v] for v in kept)
-        if most < max(backward) and not besides and not whole:
-            return backward
-        results = self.storages(self.forward_outputs) | kept
-        order = sorted([*self._always, *besides])
-        return [*self._live_bytes(self.makers(order), (), results), *backward]
-
-    def _live_bytes(
-        self, order: Sequence[int], start: Collection[int], end: Collection[int]
-    ) -> Iterable[int]:
-        """Per node of ``order``; ``start`` and ``end`` live before and after it."""
-        only, fusible = self._only, self.fusible
-        makes, reads = self._makes, self._reads
-        count, sizes = len(order), list(self._bytes)
-        # Where each value is read last, and where alone if it can be made there.
-        last, reader = [-1] * len(sizes), [_NONE] * len(sizes)
-        for v in end:
-            last[v], reader[v] = count, _SEVERAL
-        for v in start:
-            sizes[v] = 0
-        steps = [0] * (count + 2)
-        for k in range(count - 1, -1, -1):
-            i = order[k]
-            at, result = k, only[i]
-            if result >= 0 and reader[result] >= 0:
-                at = reader[result]
-            else:
-                for v in makes[i]:
-                    steps[k] += sizes[v]
-                    steps[1 + (last[v] if last[v] > k else k)] -= sizes[v]
-            mark = at if fusible[i] else _SEVERAL
-            for v in reads[i]:
-                reader[v] = mark if reader[v] == _NONE else _SEVERAL
-                if last[v] < at:
-                    last[v] = at
-        for v in start:
-            steps[0] += self._bytes[v]
-            steps[max(last[v], 0) + 1] -= self._bytes[v]
-        return itertools.accumulate(steps[: max(count, 1)])
+        users=tuple(
+            tuple(number[u] for u in n.users if u.op != "output") for n in nodes
+        ),
+        values=values,
+        makes=tuple(makes),
+        maker=tuple(maker),
+        operands=tuple(operands),
+        size_bytes=storages.size_bytes,
+        layout=_layouts(nodes, storages),
+        repeated=bytes(repeated),
+        written_out=written_out,
+        turned=frozenset(turned),
+        scratch=tuple(map(_scratch_bytes, nodes)),
+        held=values_of(number[n] for n in kept_inputs),
+        fixed=storages.mutated | storages.opaque,
+        forward=tuple(i for i in calls if info.is_required_fw(nodes[i])),
+        backward=tuple(i for i in calls if info.is_required_bw(nodes[i])),
+        arguments=values_of(i for i, k in enumerate(kinds) if k == INPUT),
+        results=values_of(i for i in returned if info.is_required_fw(nodes[i])),
+        gradients=values_of(i for i in returned if info.is_required_bw(nodes[i])),
+    )

@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
-"""What saving narrow cuts adds to compilation.
+"""What planning the saved set adds to compilation.
 
-    python scripts/bench_boundaries.py --layers 32,64,128
-    python scripts/bench_boundaries.py --compile 5 --device cuda
+    python scripts/bench_peak.py --layers 32,64,128
+    python scripts/bench_peak.py --compile 5 --device cuda
 
 Traces a Hugging Face Llama of each depth, partitions it once at one budget and times
 the choice of what to save; a row holds the median.  With --compile it trains one step
@@ -43,18 +43,21 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--repeat", type=int, default=5)
     p.add_argument("--compile", type=int, metavar="PAIRS")
     p.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
-    p.add_argument("--out", type=Path, default=Path("out/boundaries-time.json"))
+    p.add_argument("--out", type=Path, default=Path("out/peak-time.json"))
     p.add_argument("--pair", type=int, help=argparse.SUPPRESS)
     return p
 
 
 def time_planning(layers: int, budget: float, repeat: int) -> dict[str, Any]:
-    """Median times of ``save_narrow_cuts`` and of one predicted peak for a Llama."""
+    """Median times of ``plan_saved_set`` and of one predicted peak for a Llama."""
     import torch._functorch.config as functorch_config
 
-    from torch_overlay._functorch._activation_checkpointing import narrow_cuts
+    from torch_overlay._functorch._activation_checkpointing import (
+        joint_peak,
+        save_by_peak,
+    )
 
-    plain = narrow_cuts.save_narrow_cuts
+    plain = save_by_peak.plan_saved_set
     found: dict[str, Any] = {"layers": layers, "budget": budget}
 
     def median_seconds(function: Callable[..., Any], *args: Any) -> tuple[float, Any]:
@@ -65,18 +68,25 @@ def time_planning(layers: int, budget: float, repeat: int) -> dict[str, Any]:
             times.append(time.perf_counter() - start)
         return statistics.median(times), result
 
-    def timed(joint_graph: Any, node_info: Any, *args: Any) -> Any:
-        seconds, saved = median_seconds(plain, joint_graph, node_info, *args)
-        schedule = narrow_cuts.JointSchedule(joint_graph, node_info)
-        numbers = [schedule.number[n] for n in saved]
+    def timed(
+        choose: Any, joint_graph: Any, node_info: Any, memory_budget: float, *args: Any
+    ) -> Any:
+        chosen = {b: choose(b) for b in (memory_budget, 1)}  # not part of the time
+        joint_graph.owning_module.meta[save_by_peak.GENERATED_MARK] = True
+        seconds, planned = median_seconds(
+            plain, chosen.get, joint_graph, node_info, memory_budget, *args
+        )
+        schedule, plan = planned
         found.update(plan_seconds=seconds, nodes=len(joint_graph.nodes))
-        found["peak_seconds"], _ = median_seconds(schedule.peak_bytes, numbers)
-        found["saved"] = len(saved)
-        return saved
+        found.update(looks=plan.looks, saved=len(plan.saved))
+        found["peak_seconds"], _ = median_seconds(
+            joint_peak.peak_bytes, schedule, schedule.values_of(plan.saved)
+        )
+        return planned
 
     with (
-        functorch_config.patch(save_narrow_cuts=True),
-        mock.patch.object(narrow_cuts, "save_narrow_cuts", timed),
+        functorch_config.patch(save_by_peak=True),
+        mock.patch.object(save_by_peak, "plan_saved_set", timed),
     ):
         _, found["partition_seconds"] = partitioned_llama(layers, budget)
     return found
@@ -95,9 +105,7 @@ def compile_pair(layers: int, budget: float, device: str, number: int) -> None:
         inputs = {k: v.to(device) for k, v in inputs.items()}
         torch._dynamo.reset()
         start = time.perf_counter()
-        with functorch_config.patch(
-            activation_memory_budget=budget, save_narrow_cuts=save
-        ):
+        with functorch_config.patch(activation_memory_budget=budget, save_by_peak=save):
             torch.compile(model)(**inputs).backward()
         if device == "cuda":
             torch.cuda.synchronize()
@@ -151,7 +159,7 @@ def main(argv: list[str] | None = None) -> int:
         print("--device cuda: this torch sees no CUDA device", file=sys.stderr)
         return 2
     torch.set_num_threads(1)
-    torch_overlay.apply("boundaries")
+    torch_overlay.apply("peak")
     depths = [int(n) for n in args.layers.split(",")]
     if args.pair is not None:
         torch.backends.cuda.enable_cudnn_sdp(False)
