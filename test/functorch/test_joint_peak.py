@@ -222,8 +222,10 @@ class TestJointPeak(TestCase):
     def test_a_forward_below_its_bound_is_left_out(self):
         s = schedule_of(lambda x: (x @ x) @ x, self.x)
         whole = live_bytes_of_both(s, ())
-        self.assertEqual(live_bytes_of_both(s, (), max(whole[0])), ([], whole[1]))
-        self.assertEqual(live_bytes_of_both(s, (), 9 * MIB), whole)
+        self.assertEqual(
+            live_bytes_of_both(s, (), forward_bound=max(whole[0])), ([], whole[1])
+        )
+        self.assertEqual(live_bytes_of_both(s, (), forward_bound=9 * MIB), whole)
 
     def test_nothing_to_run(self):
         s = schedule_of(lambda x: (x @ x) @ x, self.x)

@@ -344,7 +344,7 @@ class TestSaveByPeak(TestCase):
             """\
 saved: 13 input, 4 cut, 10 work
 predicted peak 1193984 bytes, limit 1236684, lowest 1083520, at budget 1 1849344
-recompute work 5.319e+07, 110 plans looked at""",
+recompute work 5.319e+07, 107 plans looked at""",
         )
 
     @torch_overlay.applied("rng", "peak")  # overlay only
@@ -366,7 +366,10 @@ recompute work 5.319e+07, 110 plans looked at""",
             seen.append(plain(*args))
             return seen[-1]
 
-        with mock.patch.object(save_by_peak, "joint_schedule", schedule):
+        with (
+            mock.patch.object(save_by_peak, "joint_schedule", schedule),
+            torch._inductor.config.patch(force_disable_caches=True),
+        ):
             for backend in ("inductor", "aot_eager"):
                 found = gradients(model, x, backend, budget=0.1)
                 self.assertEqual(found, gradients(model, x, backend, on=False))

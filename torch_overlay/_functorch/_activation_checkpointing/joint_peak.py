@@ -21,6 +21,7 @@ what it reads last, and none of these rules holds.
 
 from __future__ import annotations
 
+import itertools
 from typing import TYPE_CHECKING
 
 from torch.utils._ordered_set import OrderedSet
@@ -105,8 +106,9 @@ class _Kernels:
                 continue
             found: dict[int, bool] = {}
             work = 1
+            turned_here = s.turned.get(i, ())
             for v in operands[i]:
-                inside, turned = leaves.get(v), (i, v) in s.turned
+                inside, turned = leaves.get(v), v in turned_here
                 if inside is None:
                     found[v] = turned or found.get(v, False)
                 else:
@@ -137,33 +139,38 @@ class _Kernels:
         Both read the same large value and make results of one size, and the later one
         does not depend on the earlier.
         """
-        kinds, sizes, held = self.s.kinds, self.s.size_bytes, self.s.held
-        order, reads, makes = self.order, self.reads, self.makes
-        readers: dict[int, list[int]] = {}
+        s, order, reads, makes = self.s, self.order, self.reads, self.makes
+        kinds, sizes, is_held = s.kinds, s.size_bytes, s.is_held
+        pointwise: dict[int, list[int]] = {}
         number, seen = [], 0
-        for k, values in enumerate(reads):
+        for k, i in enumerate(order):
             number.append(seen)
             if makes[k]:
                 seen += 1
-                for v in values:
-                    readers.setdefault(v, []).append(k)
+                if kinds[i] == POINTWISE:
+                    size = sizes[makes[k][0]]
+                    for v in reads[k]:
+                        if sizes[v] >= size and not is_held[v]:
+                            pointwise.setdefault(v, []).append(k)
+        later: dict[int, int] = {}
+        for places in pointwise.values():
+            for k, q in itertools.pairwise(places):
+                # The next one of equal size; ``later`` holds the first over all values.
+                size = sizes[makes[k][0]]
+                if sizes[makes[q][0]] != size:
+                    fitting = (p for p in places if p > k)
+                    q = next((p for p in fitting if sizes[makes[p][0]] == size), k)
+                if k < q and number[q] - number[k] <= MAX_FUSION_DISTANCE:
+                    later[k] = min(q, later.get(k, q))
         found: dict[int, int] = {}
-        for k in range(len(order) - 1, -1, -1):
-            if kinds[order[k]] != POINTWISE or not makes[k]:
-                continue
-            size = sizes[makes[k][0]]
-            later = [
-                q
-                for v in reads[k]
-                if sizes[v] >= size and v not in held
-                for q in readers[v]
-                if k < q
-                and number[q] - number[k] <= MAX_FUSION_DISTANCE
-                and kinds[order[q]] == POINTWISE
-                and sizes[makes[q][0]] == size
-            ]
-            if later:
-                at = found.get(min(later), min(later))
+        if later:
+            readers: dict[int, list[int]] = {}
+            for k, values in enumerate(reads):
+                if makes[k]:
+                    for v in values:
+                        readers.setdefault(v, []).append(k)
+            for k in sorted(later, reverse=True):
+                at = found.get(later[k], later[k])
                 if not self._reaches(k, at, found, readers):
                     found[k] = at
         return found
@@ -207,80 +214,106 @@ def live_bytes(
     count, places = len(s.size_bytes), len(order)
     last, shared = [-1] * count, bytearray(count)
     ready: dict[int, int] = {}
-    makes = [list(m) for m in kernels.makes]
+    makes, kinds = kernels.makes, s.kinds
     # What runs behind a place because it waits for a kernel that was moved there.
-    after: list[list[int]] = [[] for _ in order]
-    for k, i in enumerate(order):
-        if not makes[k] and not kernels.reads[k]:
+    after: dict[int, Sequence[int]] = {}
+    for k, values in enumerate(kernels.reads):
+        if not values and not makes[k]:
             continue
         turned = kernels.turned.get(k, ())
         at = moved.get(k, k)
         if ready:
-            for v in kernels.reads[k]:
+            for v in values:
                 at = max(at, ready.get(v, 0))
-        pointwise = s.kinds[i] == POINTWISE
-        for v in kernels.reads[k]:
+        pointwise = kinds[order[k]] == POINTWISE
+        for v in values:
             if last[v] < at:
                 last[v], shared[v] = at, v in turned
             elif last[v] == at and pointwise:
                 shared[v] = 1
         if at > k:
             ready.update(dict.fromkeys(makes[k], at))
-            (makes if k in moved else after)[at] += makes[k]
-            makes[k] = []
+            if k in moved:
+                makes[at] = (*makes[at], *makes[k])
+            else:
+                after[at] = (*after.get(at, ()), *makes[k])
+            makes[k] = ()
     for v in end:
         last[v] = places
-    sizes, layout, held = s.size_bytes, s.layout, s.held
+    sizes, layout, is_held = s.size_bytes, s.layout, s.is_held
     live, fresh = 0, bytearray(count)
-    dies: list[list[int]] = [[] for _ in range(places + 1)]
+    # The values that die at a place: the last one found, and for each the one before.
+    dying, before = [-1] * (places + 1), [-1] * count
+
+    def dies(v: int, k: int) -> None:
+        before[v], dying[k] = dying[k], v
+
     for v in start:
-        if v not in held:
+        if not is_held[v]:
             live += sizes[v]
-            dies[min(max(last[v], 0), places)].append(v)
+            dies(v, min(max(last[v], 0), places))
     heights = []
     for k, i in enumerate(order):
-        opaque = s.kinds[i] == OPAQUE
-        scratch = s.scratch[i] if s.generated else 0
-        taken: list[int] = []
-        made = [v for v in makes[k] if v not in held and not fresh[v]]
+        opaque = kinds[i] == OPAQUE
+        made = makes[k]
         for v in made:
-            dies[max(last[v], k)].append(v)
+            if is_held[v] or fresh[v]:
+                continue
             live += sizes[v]
-            for u in () if opaque or not s.generated else dies[k]:
+            u = -1 if opaque or not s.generated else dying[k]
+            while u >= 0:
                 if fresh[u] == 1 and not shared[u] and layout[u] == layout[v]:
-                    fresh[u] = 2
-                    taken.append(u)
+                    fresh[u] = 2  # its storage is another's now
                     live -= sizes[v]
                     break
+                u = before[u]
         for v in made:
-            fresh[v] = 1
-        heights.append(live + kernels.extra.get(k, 0) + scratch)
-        for v in dies[k]:
-            if v not in taken:
-                live -= sizes[v]
-        for v in after[k]:
-            if v not in held and not fresh[v] and last[v] > k:
+            if not is_held[v] and not fresh[v]:
                 fresh[v] = 1
-                dies[last[v]].append(v)
+                dies(v, max(last[v], k))
+        height = live
+        if opaque:
+            height += kernels.extra.get(k, 0)
+            if s.generated:
+                height += s.scratch[i]
+        heights.append(height)
+        v = dying[k]
+        while v >= 0:
+            if fresh[v] != 2:
+                live -= sizes[v]
+            v = before[v]
+        for v in after.get(k, ()):
+            if not is_held[v] and not fresh[v] and last[v] > k:
+                fresh[v] = 1
+                dies(v, last[v])
                 live += sizes[v]
     return heights or [live]
 
 
 def live_bytes_of_both(
-    s: JointSchedule, saved: Collection[int], forward_bound: int | None = None
+    s: JointSchedule,
+    saved: Collection[int],
+    backward: Sequence[int] | None = None,
+    forward_bound: int | None = None,
 ) -> tuple[list[int], list[int]]:
     """Live bytes of the forward and of the backward that a saved set leads to.
 
     Args:
         s: the joint graph.
         saved: saved values; what the backward does not read is left out.
+        backward: ``s.emitted(s.backward, saved)`` where it is known.
         forward_bound: what the forward takes at most besides what is saved.  With it a
             forward that is lower than the backward is left out.
     """
-    backward = s.emitted(s.backward, saved)
-    read = OrderedSet(v for i in backward for v in s.operands[i])
-    read.update(s.gradients)
-    kept = OrderedSet(v for v in saved if v in read)
+    if backward is None:
+        backward = s.emitted(s.backward, saved)
+    read = bytearray(len(s.size_bytes))
+    for i in backward:
+        for v in s.operands[i]:
+            read[v] = 1
+    for v in s.gradients:
+        read[v] = 1
+    kept = OrderedSet(v for v in saved if read[v])
     backward_bytes = live_bytes(s, backward, s.arguments | kept, s.gradients)
     if forward_bound is not None and (
         forward_bound + s.saved_bytes(kept) <= max(backward_bytes)

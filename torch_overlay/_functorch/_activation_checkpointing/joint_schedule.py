@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import operator
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 import torch
@@ -100,7 +101,7 @@ class JointSchedule:
             one size, dtype and device.  -1 for what is never used so.
         repeated: whether some node shows a value with repeated storage (stride 0).
         written_out: by node and operand, bytes of the operand written out in full.
-        turned: nodes and operands where the node reads in another order than it writes.
+        turned: by node, operands that it reads in another order than it writes.
         scratch: bytes that each node's kernel allocates for itself.
         held: values that the caller keeps alive: parameters and other graph inputs.
         fixed: values that are written in place or cannot be read.
@@ -126,7 +127,7 @@ class JointSchedule:
     layout: tuple[int, ...]
     repeated: bytes
     written_out: dict[tuple[int, int], int]
-    turned: frozenset[tuple[int, int]]
+    turned: dict[int, list[int]]
     scratch: tuple[int, ...]
     held: OrderedSet[int]
     fixed: OrderedSet[int]
@@ -135,6 +136,11 @@ class JointSchedule:
     arguments: OrderedSet[int]
     results: OrderedSet[int]
     gradients: OrderedSet[int]
+
+    @cached_property
+    def is_held(self) -> bytes:
+        """For each value, whether the caller keeps it alive."""
+        return bytes(v in self.held for v in range(len(self.size_bytes)))
 
     def values_of(self, nodes: Iterable[int]) -> OrderedSet[int]:
         return OrderedSet(v for i in nodes for v in self.values[i])
@@ -146,7 +152,7 @@ class JointSchedule:
 
     def saved_bytes(self, values: Collection[int]) -> int:
         """Bytes that a saved set keeps alive."""
-        return sum(self.size_bytes[v] for v in values if v not in self.held)
+        return sum(self.size_bytes[v] for v in values if not self.is_held[v])
 
     def may_save(self, i: int) -> bool:
         """Whether a node makes a tensor that no user's policy decides on."""
@@ -282,7 +288,7 @@ def joint_schedule(
     operands: list[tuple[int, ...]] = []
     written_out: dict[tuple[int, int], int] = {}
     repeated = bytearray(len(maker))
-    turned: list[tuple[int, int]] = []
+    turned: dict[int, list[int]] = {}
     for i, kind in enumerate(kinds):
         if kind in (INPUT, VIEW):
             operands.append(())
@@ -290,7 +296,7 @@ def joint_schedule(
         operands.append(tuple(dict.fromkeys(v for a in inputs[i] for v in values[a])))
         for a in inputs[i]:
             if kind == POINTWISE and _is_turned(nodes[a], nodes[i]):
-                turned += [(i, v) for v in values[a]]
+                turned.setdefault(i, []).extend(values[a])
             if is_expanded(nodes[a]) and len(values[a]) == 1:
                 written_out[i, values[a][0]] = tensor_bytes(nodes[a].meta["val"])
                 repeated[values[a][0]] = 1
@@ -324,7 +330,7 @@ def joint_schedule(
         layout=_layouts(nodes, storages),
         repeated=bytes(repeated),
         written_out=written_out,
-        turned=frozenset(turned),
+        turned=turned,
         scratch=tuple(map(_scratch_bytes, nodes)),
         held=values_of(number[n] for n in kept_inputs),
         fixed=storages.mutated | storages.opaque,

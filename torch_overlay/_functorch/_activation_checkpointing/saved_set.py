@@ -11,7 +11,9 @@ finds the same plan (pytorch/pytorch#197838).
 
 from __future__ import annotations
 
+import bisect
 import heapq
+import itertools
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -311,11 +313,13 @@ class SavedSetSearch:
     def look_at(self, saved: Collection[int]) -> _Look:
         """The same of any saved values."""
         self.looks += 1
-        forward, backward = live_bytes_of_both(self.s, saved, self._forward_bound)
-        again = self.s.emitted(self.s.backward, saved)
+        emitted = self.s.emitted(self.s.backward, saved)
+        forward, backward = live_bytes_of_both(
+            self.s, saved, emitted, self._forward_bound
+        )
         return _Look(
             heapq.nlargest(_HEIGHTS, forward + backward),
-            sum(self._cost[i] for i in again),
+            sum([self._cost[i] for i in emitted]),
         )
 
     def score(self, kept: Iterable[int], limit: int) -> tuple[object, ...]:
@@ -338,17 +342,31 @@ class SavedSetSearch:
                 stride *= 2
 
     def cheapest(self, spine: Sequence[int], limit: int) -> tuple[int, ...]:
-        """The spine and as much of the order's end as the limit lets it keep."""
+        """The spine and as much of the order's end as the limit lets it keep.
+
+        What is kept adds about its bytes to the peak, which tells where to look next;
+        every third look halves what is left.
+        """
         have = OrderedSet(spine)
-        rest = [c for c in self.order if c not in have]
-        low, high = 0, len(rest)
-        while low < high:
-            middle = (low + high) // 2
-            if self.look([*spine, *rest[middle:]]).heights[0] <= limit:
-                high = middle
+        rest = [c for c in reversed(self.order) if c not in have]
+        sizes = [0, *itertools.accumulate(self.items[c].size_bytes for c in rest)]
+        room = limit - self.look(spine).heights[0]
+        fits, above, count, looks = 0, len(sizes), 0, 0
+        if room < 0:
+            return tuple(spine)
+        while above - fits > 1:
+            looks += 1
+            if looks % 3:
+                count = bisect.bisect_right(sizes, sizes[count] + room) - 1
+                count = min(max(count, fits + 1), above - 1)
             else:
-                low = middle + 1
-        return (*spine, *rest[low:])
+                count = (fits + above) // 2
+            room = limit - self.look([*spine, *rest[:count]]).heights[0]
+            if room < 0:
+                above = count
+            else:
+                fits = count
+        return (*spine, *rest[:fits])
 
     def _moves(
         self, kept: OrderedSet[int], above: bool
