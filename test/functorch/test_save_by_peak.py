@@ -84,8 +84,9 @@ def plans_of(program, *inputs, **kwargs):
     plans, plain = [], save_by_peak.plan_saved_set
 
     def plan(*args, **kwargs):
-        plans.append(plain(*args, **kwargs)[1])
-        return plain(*args, **kwargs)
+        schedule, plan = plain(*args, **kwargs)
+        plans.append(plan)
+        return schedule, plan
 
     with (
         settings(**kwargs),
@@ -344,7 +345,7 @@ class TestSaveByPeak(TestCase):
             """\
 saved: 13 input, 4 cut, 10 work
 predicted peak 1193984 bytes, limit 1236684, lowest 1083520, at budget 1 1849344
-recompute work 5.319e+07, 107 plans looked at""",
+recompute work 0.0008358 ms, 116 plans looked at""",
         )
 
     @torch_overlay.applied("rng", "peak")  # overlay only

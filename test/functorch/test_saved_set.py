@@ -3,6 +3,7 @@
 import itertools
 import sys
 from pathlib import Path
+from unittest import mock
 
 import torch
 import torch.nn.functional as F
@@ -12,6 +13,10 @@ from torch.utils.checkpoint import checkpoint
 
 from torch_overlay._functorch._activation_checkpointing.joint_schedule import (
     joint_schedule,
+)
+from torch_overlay._functorch._activation_checkpointing.roofline import (
+    Roofline,
+    roofline_of,
 )
 from torch_overlay._functorch._activation_checkpointing.saved_set import (
     must_save,
@@ -64,6 +69,58 @@ def inputs_of(s):
 
 def search_of(s, plains=()):
     return SavedSetSearch(s, must_save(s, inputs_of(s), []), plains)
+
+
+class TestRoofline(TestCase):
+    def properties(self, **changed):
+        found = dict(
+            major=9,
+            minor=0,
+            clock_rate=1_980_000,
+            multi_processor_count=132,
+            memory_clock_rate=3_201_000,
+            memory_bus_width=6144,
+        )
+        return mock.Mock(**{**found, **changed})
+
+    def roofline(self, **changed):
+        there = mock.patch.object(torch.cuda, "is_available", lambda: True)
+        properties = mock.patch.object(
+            torch.cuda, "get_device_properties", lambda d: self.properties(**changed)
+        )
+        with there, properties:
+            return roofline_of(torch.device("cuda", 0))
+
+    def test_rates_of_a_device(self):
+        """An H200: 4.9 TB/s, 1070 TFLOP/s at its highest clock, 67 in float32."""
+        found = self.roofline()
+        self.assertEqual(found.bytes_per_second, 2 * 3.201e9 * 6144 / 8)
+        self.assertEqual(found.flops_per_second(torch.bfloat16), 132 * 1.98e9 * 4096)
+        matmul = torch.backends.cuda.matmul
+        plain = matmul.fp32_precision
+        for precision, rate in (("ieee", 132 * 1.98e9 * 256), ("tf32", found.half / 2)):
+            try:
+                matmul.fp32_precision = precision
+                self.assertEqual(found.flops_per_second(torch.float32), rate)
+            finally:
+                matmul.fp32_precision = plain
+
+    def test_what_is_not_known(self):
+        for changed in ({"major": 7}, {"clock_rate": 0}, {"memory_clock_rate": 0}):
+            self.assertEqual(self.roofline(**changed), Roofline())
+        self.assertEqual(roofline_of(None), Roofline())
+
+    def test_the_longer_of_the_two(self):
+        def program(x, w):
+            return torch.tanh(x @ w) @ w.t()
+
+        for rows in (1, 4096):
+            x = torch.randn(rows, 256, requires_grad=True)
+            s = schedule_of(program, x, torch.randn(256, 256))
+            product = s.nodes[calls(s, aten.mm)[0]]
+            roofline = Roofline(bytes_per_second=1e3, half=1e6, single=1e5)
+            flops, moved = 2 * rows * 256**2, 4 * (2 * rows * 256 + 256**2)
+            self.assertEqual(roofline.seconds(product), max(flops / 1e5, moved / 1e3))
 
 
 class TestSavedSet(TestCase):

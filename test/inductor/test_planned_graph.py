@@ -40,6 +40,7 @@ class FakeLine:
     """A line of the wrapper that allocates or frees at a place."""
 
     comm_buffer = False
+    scheduler = None
 
     def __init__(self, place, peak=0, between=0):
         self.scheduler_node_index = place

@@ -42,13 +42,17 @@ def node_flops(node: fx.Node) -> int:
     return flop_registry[packet](*args, **kwargs, out_val=out)
 
 
-def recompute_cost(node: fx.Node) -> float:
-    """FLOPs plus bytes read and written, each byte as ``FLOPS_PER_BYTE`` FLOPs."""
+def moved_bytes(node: fx.Node) -> int:
+    """Bytes of a node's operands and results."""
     tensors = [
         t
         for n in [node, *node.all_input_nodes]
         for t in pytree.tree_leaves(n.meta.get("val"))
         if isinstance(t, torch.Tensor)
     ]
-    moved = sum(tensor_bytes(t) for t in tensors)
-    return node_flops(node) + FLOPS_PER_BYTE * moved
+    return sum(tensor_bytes(t) for t in tensors)
+
+
+def recompute_cost(node: fx.Node) -> float:
+    """FLOPs plus bytes read and written, each byte as ``FLOPS_PER_BYTE`` FLOPs."""
+    return node_flops(node) + FLOPS_PER_BYTE * moved_bytes(node)

@@ -19,6 +19,7 @@ from torch.utils._ordered_set import OrderedSet
 
 from .joint_schedule import joint_schedule
 from .region_inputs import inputs_of_a_region
+from .roofline import roofline_of
 from .saved_set import must_save, SavedSetPlan, SavedSetSearch
 
 
@@ -129,7 +130,9 @@ class _Planner:
         self.fastest = [s.number[n] for n in fastest]
         self.inputs = [s.number[n] for n in info.inputs]
         self.must = must_save(s, self.inputs, self.plain)
-        self.search = SavedSetSearch(s, self.must, [self.plain, self.fastest])
+        self.search = SavedSetSearch(
+            s, self.must, [self.plain, self.fastest], roofline_of(_accelerator(graph))
+        )
 
     def _plan(
         self, nodes: Sequence[int], limit: int, lowest: int, highest: int

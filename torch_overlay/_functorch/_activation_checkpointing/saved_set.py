@@ -5,7 +5,7 @@ the recompute work that giving them up takes for each byte; a plan keeps the end
 order and a spine, values from places where the forward is narrow.  Starting from the
 best of these and from what plain torch saves, single candidates are taken, given up or
 exchanged while that makes the plan better.  Everything is counted in predicted bytes
-and in work of ``recompute_cost``; nothing is drawn, timed or hashed, so every process
+and in seconds of a roofline; nothing is drawn, timed or hashed, so every process
 finds the same plan (pytorch/pytorch#197838).
 """
 
@@ -21,7 +21,7 @@ from torch.utils._ordered_set import OrderedSet
 
 from .joint_peak import live_bytes_of_both
 from .joint_schedule import INPUT, OPAQUE, VIEW
-from .recompute_cost import FLOPS_PER_BYTE, recompute_cost
+from .roofline import Roofline
 
 
 if TYPE_CHECKING:
@@ -54,7 +54,7 @@ class SavedSetPlan:
         peak_bytes: predicted; above the limit only if it is the lowest that was found.
         lowest_bytes: lowest predicted peak of any plan that was tried.
         highest_bytes: predicted peak of plain torch at budget 1.
-        work: ``recompute_cost`` of what the backward runs again.
+        work: seconds of a roofline that the backward takes to run things again.
         looks: plans whose peak was predicted.
     """
 
@@ -73,7 +73,7 @@ class SavedSetPlan:
             f"saved: {', '.join(counts)}\n"
             f"predicted peak {self.peak_bytes} bytes, limit {self.limit_bytes}, "
             f"lowest {self.lowest_bytes}, at budget 1 {self.highest_bytes}\n"
-            f"recompute work {self.work:.4g}, {self.looks} plans looked at"
+            f"recompute work {1e3 * self.work:.4g} ms, {self.looks} plans looked at"
         )
 
 
@@ -171,12 +171,17 @@ class SavedSetSearch:
         s: the joint graph.
         must: nodes that every plan saves.
         plains: saved sets of plain torch, as nodes; what they save is a candidate.
+        roofline: of the device that the graphs run on.
     """
 
     def __init__(
-        self, s: JointSchedule, must: Sequence[int], plains: Sequence[Sequence[int]]
+        self,
+        s: JointSchedule,
+        must: Sequence[int],
+        plains: Sequence[Sequence[int]],
+        roofline: Roofline | None = None,
     ) -> None:
-        self.s, self.must = s, must
+        self.s, self.must, self.roofline = s, must, roofline or Roofline()
         self._own = bytearray(len(s.nodes))
         for i in s.backward:
             self._own[i] = 1
@@ -206,10 +211,10 @@ class SavedSetSearch:
         self.looks = 0
         # A look takes time with the graph: about as many nodes are walked for a graph
         # of any size, 2 seconds' worth.
-        self.patience = max(8, 120_000 // max(len(s.nodes), 1))
+        self.patience = max(8, 200_000 // max(len(s.nodes), 1))
 
     def _work(self, i: int) -> float:
-        """Work of running a node again; of generated code, writing its result.
+        """Seconds of running a node again; of generated code, of writing its result.
 
         What a generated kernel reads and hands on inside never meets memory.
         """
@@ -217,8 +222,8 @@ class SavedSetSearch:
         if s.kinds[i] in (INPUT, VIEW):
             return 0.0
         if s.kinds[i] == OPAQUE or not s.generated:
-            return recompute_cost(s.nodes[i])
-        return float(FLOPS_PER_BYTE * sum(s.size_bytes[v] for v in s.makes[i]))
+            return self.roofline.seconds(s.nodes[i])
+        return self.roofline.move_seconds(sum(s.size_bytes[v] for v in s.makes[i]))
 
     def _candidates(self, plains: Sequence[Sequence[int]]) -> list[Candidate]:
         s, taken = self.s, OrderedSet(self._must_values)

@@ -27,6 +27,7 @@ def should_reuse_buffer(
 
     from ..planned_graph import is_planned
 
-    if is_planned(V.graph) and not self.comm_buffer:
-        return free_line.scheduler_node_index + 1 == self.scheduler_node_index
+    next_kernel = free_line.scheduler_node_index + 1 == self.scheduler_node_index
+    if is_planned(V.graph) and not (self.comm_buffer or next_kernel):
+        return False
     return original(self, free_line, size)
