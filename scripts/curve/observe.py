@@ -8,8 +8,10 @@ from dataclasses import dataclass
 from typing import Any, TYPE_CHECKING
 from unittest import mock
 
+from torch._functorch import partitioners
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._inductor.custom_graph_pass import CustomPartitionerFn
+from torch.utils._ordered_set import OrderedSet
 
 from torch_overlay._functorch._activation_checkpointing import (
     save_by_peak,
@@ -18,8 +20,15 @@ from torch_overlay._functorch._activation_checkpointing import (
 from torch_overlay._functorch._activation_checkpointing.graph_storage import (
     graph_storages,
 )
+from torch_overlay._functorch._activation_checkpointing.joint_peak import peak_bytes
+from torch_overlay._functorch._activation_checkpointing.joint_schedule import (
+    joint_schedule,
+)
 from torch_overlay._functorch._activation_checkpointing.recompute_cost import (
     node_flops,
+)
+from torch_overlay._functorch._activation_checkpointing.region_inputs import (
+    inputs_of_a_region,
 )
 
 
@@ -53,7 +62,6 @@ def watch_passes(into: Prediction) -> Iterator[None]:
         start = time.perf_counter()
         schedule, plan = planned(*args, **options)
         into.plan_seconds += time.perf_counter() - start
-        into.model_peak_bytes = max(into.model_peak_bytes or 0, plan.peak_bytes)
         into.lowest_peak_bytes = max(into.lowest_peak_bytes or 0, plan.lowest_bytes)
         return schedule, plan
 
@@ -67,6 +75,33 @@ def watch_passes(into: Prediction) -> Iterator[None]:
         mock.patch.object(save_by_peak, "plan_saved_set", plan_saved_set),
         mock.patch.object(use_site_remat, "use_site_remat", timed),
     ):
+        yield
+
+
+@contextlib.contextmanager
+def model_peaks(joint: fx.GraphModule, into: Prediction) -> Iterator[None]:
+    """Add the model's peak of every saved set that is chosen, planned or not.
+
+    Only of the outermost choice: a planner asks for plain torch's too.
+    """
+    choose, depth = partitioners.choose_saved_values_set, 0
+    generated = save_by_peak.GENERATED_MARK in joint.meta
+
+    def chosen(graph: fx.Graph, info: Any, *args: Any, **options: Any) -> Any:
+        nonlocal depth
+        depth += 1
+        try:
+            saved = choose(graph, info, *args, **options)
+        finally:
+            depth -= 1
+        if not depth:
+            dropped = OrderedSet(inputs_of_a_region(graph, info))
+            s = joint_schedule(graph, info, dropped, generated)
+            peak = peak_bytes(s, s.values_of(s.number[n] for n in saved))
+            into.model_peak_bytes = max(into.model_peak_bytes or 0, peak)
+        return saved
+
+    with mock.patch.object(partitioners, "choose_saved_values_set", chosen):
         yield
 
 
@@ -88,7 +123,7 @@ def observed_partition(
     joint: fx.GraphModule, inputs: Any, kwargs: dict[str, Any], into: Prediction
 ) -> tuple[fx.GraphModule, fx.GraphModule]:
     """Partition ``joint`` as configured and add what is seen to ``into``."""
-    with watch_passes(into):
+    with watch_passes(into), model_peaks(joint, into):
         forward, backward = min_cut_rematerialization_partition(joint, inputs, **kwargs)
     into.saved_bytes += _saved_bytes(backward.graph)
     into.recompute_flops += (

@@ -25,6 +25,10 @@ from torch._inductor.custom_graph_pass import CustomPartitionerFn
 from torch._inductor.graph import GraphLowering
 from torch.fx.experimental.symbolic_shapes import optimization_hint
 
+from torch_overlay._functorch._activation_checkpointing.save_by_peak import (
+    GENERATED_MARK,
+)
+
 from .dry_run import run_dry
 from .observe import observed_partition, Prediction
 
@@ -188,6 +192,8 @@ class _Predictor:
 
     def __call__(self, gm: fx.GraphModule, inputs: Any, **kwargs: Any) -> Any:
         gm.graph.eliminate_dead_code()
+        if self.lower:
+            gm.meta[GENERATED_MARK] = True
         lowered, settings = gm, contextlib.ExitStack()
         with settings:
             if self.device == "cuda":
