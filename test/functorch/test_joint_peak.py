@@ -227,6 +227,23 @@ class TestJointPeak(TestCase):
         )
         self.assertEqual(live_bytes_of_both(s, (), forward_bound=9 * MIB), whole)
 
+    def test_a_saved_result_of_what_runs_again(self):
+        """It is made once more, beside the saved one, and dropped."""
+
+        def program(x, w):
+            least, places = (x @ w).sort(dim=-1)
+            return (least.sin() * places.cos()).sum()
+
+        s = schedule_of(program, self.x, square(requires_grad=True))
+        (mm,), (sort,) = calls(s, aten.mm), calls(s, aten.sort)
+        product, (least, places) = s.makes[mm][0], s.makes[sort]
+        start, end = [product, places], s.makes[mm]
+        sizes = [s.size_bytes[v] for v in (product, least, places)]
+        self.assertEqual(
+            live_bytes(s, [sort], start, end), [sum(sizes) + s.size_bytes[places]]
+        )
+        self.assertEqual(live_bytes(s, [sort], [product], end), [sum(sizes)])
+
     def test_nothing_to_run(self):
         s = schedule_of(lambda x: (x @ x) @ x, self.x)
         self.assertEqual(live_bytes(s, (), s.arguments, s.arguments), [MIB])

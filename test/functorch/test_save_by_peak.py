@@ -62,6 +62,21 @@ class WithLoss(nn.Module):
         return F.cross_entropy(logits, rows)
 
 
+class Normalized(nn.Module):
+    """Some results of an operator may be saved and others run again."""
+
+    def __init__(self, layers=3, size=32):
+        super().__init__()
+        self.norms = nn.ModuleList(nn.LayerNorm(size) for _ in range(layers))
+        self.mixes = nn.ModuleList(nn.Linear(size, size) for _ in range(layers))
+
+    def forward(self, x):
+        for norm, mix in zip(self.norms, self.mixes, strict=True):
+            y = norm(x)
+            x = x + nn.functional.gelu(mix(y)) * y.sigmoid()
+        return x
+
+
 class TwoTowers(nn.Module):
     def __init__(self):
         super().__init__()
@@ -351,7 +366,7 @@ recompute work 0.0008358 ms, 116 plans looked at""",
     @torch_overlay.applied("rng", "peak")  # overlay only
     def test_model_is_exact_where_operators_are_kernels(self):
         """Predicted peaks are those of the graphs' live storages, to the byte."""
-        for model in (stack(4), WithLoss(), TwoTowers()):
+        for model in (stack(4), WithLoss(), TwoTowers(), Normalized()):
             x = torch.randn(256, 32)
             for budget in (0, 0.2, 0.5, 0.8):
                 (plan,), graphs = plans_of(model, x, budget=budget)

@@ -249,6 +249,7 @@ def live_bytes(
         before[v], dying[k] = dying[k], v
 
     for v in start:
+        fresh[v] = 3  # alive before: nothing takes its storage over
         if not is_held[v]:
             live += sizes[v]
             dies(v, min(max(last[v], 0), places))
@@ -256,8 +257,11 @@ def live_bytes(
     for k, i in enumerate(order):
         opaque = kinds[i] == OPAQUE
         made = makes[k]
+        # An operator that runs again for one result makes a saved one once more.
+        twice = 0
         for v in made:
             if is_held[v] or fresh[v]:
+                twice += sizes[v] if fresh[v] == 3 else 0
                 continue
             live += sizes[v]
             u = -1 if opaque or not s.generated else dying[k]
@@ -271,7 +275,7 @@ def live_bytes(
             if not is_held[v] and not fresh[v]:
                 fresh[v] = 1
                 dies(v, max(last[v], k))
-        height = live
+        height = live + twice
         if opaque:
             height += kernels.extra.get(k, 0)
             if s.generated:
