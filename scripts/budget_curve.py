@@ -60,6 +60,7 @@ FIELDS = (
     "step_ms",
     "step_ms_min",
     "recompute_flops",
+    "recompute_seconds",
     "plan_seconds",
     "compile_seconds",
     "grad_rel_err",

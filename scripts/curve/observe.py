@@ -30,6 +30,10 @@ from torch_overlay._functorch._activation_checkpointing.recompute_cost import (
 from torch_overlay._functorch._activation_checkpointing.region_inputs import (
     inputs_of_a_region,
 )
+from torch_overlay._functorch._activation_checkpointing.roofline import Roofline
+from torch_overlay._functorch._activation_checkpointing.saved_set import (
+    recompute_seconds,
+)
 
 
 if TYPE_CHECKING:
@@ -49,6 +53,7 @@ class Prediction:
     estimated_peak_bytes: int | None = None
     liveness_peak_bytes: int = 0
     recompute_flops: int = 0
+    recompute_seconds: float = 0.0
     plan_seconds: float = 0.0
     compile_seconds: float | None = None
 
@@ -80,7 +85,7 @@ def watch_passes(into: Prediction) -> Iterator[None]:
 
 @contextlib.contextmanager
 def model_peaks(joint: fx.GraphModule, into: Prediction) -> Iterator[None]:
-    """Add the model's peak of every saved set that is chosen, planned or not.
+    """Add the model's peak and work of every saved set that is chosen, planned or not.
 
     Only of the outermost choice: a planner asks for plain torch's too.
     """
@@ -97,8 +102,13 @@ def model_peaks(joint: fx.GraphModule, into: Prediction) -> Iterator[None]:
         if not depth:
             dropped = OrderedSet(inputs_of_a_region(graph, info))
             s = joint_schedule(graph, info, dropped, generated)
-            peak = peak_bytes(s, s.values_of(s.number[n] for n in saved))
+            values = s.values_of(s.number[n] for n in saved)
+            peak = peak_bytes(s, values)
             into.model_peak_bytes = max(into.model_peak_bytes or 0, peak)
+            seconds = recompute_seconds(s, Roofline())
+            into.recompute_seconds += sum(
+                seconds[i] for i in s.emitted(s.backward, values)
+            )
         return saved
 
     with mock.patch.object(partitioners, "choose_saved_values_set", chosen):

@@ -150,6 +150,25 @@ def must_save(
     return [*found]
 
 
+def recompute_seconds(s: JointSchedule, roofline: Roofline) -> list[float]:
+    """Seconds that running each node in the backward adds; 0 for the backward's own.
+
+    Of generated code it is the time of writing its result: what a generated kernel
+    reads and hands on inside never meets memory.
+    """
+    own = OrderedSet(s.backward)
+    seconds = []
+    for i, node in enumerate(s.nodes):
+        if i in own or s.kinds[i] in (INPUT, VIEW):
+            seconds.append(0.0)
+        elif s.kinds[i] == OPAQUE or not s.generated:
+            seconds.append(roofline.seconds(node))
+        else:
+            written = sum(s.size_bytes[v] for v in s.makes[i])
+            seconds.append(roofline.move_seconds(written))
+    return seconds
+
+
 @dataclass(frozen=True)
 class _Look:
     """Highest live bytes of a plan, the peak first, and what it recomputes."""
@@ -181,13 +200,11 @@ class SavedSetSearch:
         plains: Sequence[Sequence[int]],
         roofline: Roofline | None = None,
     ) -> None:
-        self.s, self.must, self.roofline = s, must, roofline or Roofline()
+        self.s, self.must = s, must
         self._own = bytearray(len(s.nodes))
         for i in s.backward:
             self._own[i] = 1
-        self._cost = [
-            0.0 if self._own[i] else self._work(i) for i in range(len(s.nodes))
-        ]
+        self._cost = recompute_seconds(s, roofline or Roofline())
         self.places = narrowest_places(s)
         self._must_values = s.values_of(must)
         self.items = self._candidates(plains)
@@ -212,18 +229,6 @@ class SavedSetSearch:
         # A look takes time with the graph: about as many nodes are walked for a graph
         # of any size, 2 seconds' worth.
         self.patience = max(8, 200_000 // max(len(s.nodes), 1))
-
-    def _work(self, i: int) -> float:
-        """Seconds of running a node again; of generated code, of writing its result.
-
-        What a generated kernel reads and hands on inside never meets memory.
-        """
-        s = self.s
-        if s.kinds[i] in (INPUT, VIEW):
-            return 0.0
-        if s.kinds[i] == OPAQUE or not s.generated:
-            return self.roofline.seconds(s.nodes[i])
-        return self.roofline.move_seconds(sum(s.size_bytes[v] for v in s.makes[i]))
 
     def _candidates(self, plains: Sequence[Sequence[int]]) -> list[Candidate]:
         s, taken = self.s, OrderedSet(self._must_values)
